@@ -108,6 +108,9 @@ MODELS = {
     "falcon-h1-norm": ("FalconH1", dict(BASE | HYBRID | dict(num_hidden_layers=1, hidden_size=40, mamba_n_heads=5), mamba_d_ssm=None,
                                         mamba_rms_norm=True, mamba_n_groups=5, head_dim=12), 24, "bf16"),
     "qwen3-next": ("Qwen3Next", dict(BASE, **DELTA, **SPARSE, head_dim=16, mlp_only_layers=[0]), 12, "bf16"),
+    "qwen3-5": ("Qwen3_5", dict(BASE, **DELTA, head_dim=16, attention_bias=True, tie_word_embeddings=True), 24, "bf16"),
+    "qwen3-5-moe": ("Qwen3_5Moe", dict(BASE, **DELTA, **dict(SPARSE, num_experts=5, num_experts_per_tok=2), head_dim=16), 12, "bf16"),
+    "olmo-hybrid": ("OlmoHybrid", dict(BASE, **dict(DELTA, linear_value_head_dim=24), rope_parameters=dict(rope_type="default", rope_theta=None)), 24, "bf16"),
     "arcee": ("Arcee", dict(BASE, num_hidden_layers=2, head_dim=16, mlp_bias=True), 24, "bf16"),
     "starcoder2": ("Starcoder2", dict(BASE, num_hidden_layers=2, sliding_window=9, tie_word_embeddings=True), 24, "bf16"),
     "gpt2": ("GPT2", dict(TOKENS, n_embd=48, n_layer=3, n_head=4, n_positions=64, n_inner=80,
@@ -159,7 +162,7 @@ MODELS = {
 # Ends of the names of the modules that choose experts.
 ROUTERS = ("TopKRouter", "TopkRouter", "V1Gate")
 # Where a text model has a config of its own.
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 # Where it is not called KindForCausalLM.
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -167,7 +170,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def weights(model, generator):
     """Random weights: matrices of a gain of 1 (queries and keys more, so that attention chooses), norms around 1 (or 0 where the model adds 1), biases of 0.2."""
-    offset = model.config.model_type in ("gemma2", "gemma3_text", "nemotron", "qwen3_next")
+    offset = model.config.model_type in ("gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
     # Matrices of all experts, or all of blocks.
     transposed = {"gpt2": ".h.", "gpt_oss": ".experts."}.get(model.config.model_type)
     with torch.no_grad():
@@ -180,6 +183,10 @@ def weights(model, generator):
                 tensor.copy_(noise * 0.2 + (0.0 if offset and "linear_attn" not in name else 1.0))
             elif any(table in name for table in ("embed_tokens", "wte", "wpe", "embed_in", "embeddings")):
                 tensor.copy_(noise * 0.5)
+            elif "conv1d" in name and model.config.model_type == "olmo_hybrid":
+                # Its norm before a gate has an eps of its own. What silu makes of large numbers is mostly above 0, so that few
+                # queries stand at a right angle to keys.
+                tensor.copy_(noise * 2.0)
             elif "act_fn" in name:
                 if "alpha" in name:
                     tensor.copy_(noise * 0.5)
@@ -220,6 +227,26 @@ def run(folder, tokens, dtype, noise=None):
     return logits, torch.stack(chosen) if chosen else None
 
 
+def save(model, folder):
+    """The folder of a model. That of OLMo Hybrid as published ones are: transformers cuts the convolution of a layer into thirds,
+    whatever the widths, and calls a norm of layers that attend as one of the others."""
+    model.save_pretrained(folder)
+    c, path = model.config, folder / "model.safetensors"
+    if c.model_type != "olmo_hybrid":
+        return
+    tensors = load_file(path)
+    keys, values = (getattr(c, f"linear_num_{of}_heads") * getattr(c, f"linear_{of}_head_dim") for of in ("key", "value"))
+    for number, kind in enumerate(c.layer_types):
+        layer = f"model.layers.{number}."
+        if kind == "full_attention":
+            tensors[f"{layer}post_attention_layernorm.weight"] = tensors.pop(f"{layer}feedforward_layer_norm.weight")
+            continue
+        names = [f"{layer}linear_attn.{of}_conv1d.weight" for of in "qkv"]
+        parts = torch.cat([tensors[name] for name in names]).split([keys, keys, values])
+        tensors |= {name: part.clone() for name, part in zip(names, parts)}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def make(name, out):
     kind, sizes, length, stored = MODELS[name]
     folder = out / name
@@ -233,7 +260,7 @@ def make(name, out):
             config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**sizes)
             model = getattr(transformers, CLASSES.get(kind, f"{kind}ForCausalLM"))(config)
             weights(model, generator)
-            model.to(DTYPES[stored]).save_pretrained(folder)
+            save(model.to(DTYPES[stored]), folder)
         tokens = torch.randint(3, sizes["vocab_size"], (2, length), generator=generator)
         fp32, routing = run(folder, tokens, torch.float32)
         own = "fp16" if stored == "fp16" else "bf16"

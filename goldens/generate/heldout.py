@@ -136,6 +136,26 @@ SHAPES = {
                   dict(DELTA, **dict(EXPERTS, mlp_only_layers=[1]), shared_expert_intermediate_size=46, head_dim=12, linear_num_key_heads=3,
                        linear_num_value_heads=3, linear_key_head_dim=10, linear_value_head_dim=12,
                        rope_parameters=dict(ROPE(1e6), partial_rotary_factor=0.5))],
+    "Qwen3_5": [dict(DELTA, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=3, linear_key_head_dim=9, linear_value_head_dim=11),
+                dict(DELTA, head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=14,
+                     linear_value_head_dim=10, linear_conv_kernel_dim=3, attention_bias=True,
+                     layer_types=["full_attention", "linear_attention", "linear_attention"]),
+                dict(DELTA, head_dim=12, linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=10,
+                     linear_value_head_dim=12, rope_parameters=dict(ROPE(1e6), partial_rotary_factor=0.5))],
+    "Qwen3_5Moe": [dict(DELTA, **EXPERTS, shared_expert_intermediate_size=30, head_dim=16, linear_num_key_heads=1,
+                        linear_num_value_heads=3, linear_key_head_dim=9, linear_value_head_dim=11),
+                   dict(DELTA, **EXPERTS, shared_expert_intermediate_size=22, head_dim=24, linear_num_key_heads=2,
+                        linear_num_value_heads=4, linear_key_head_dim=14, linear_value_head_dim=10, linear_conv_kernel_dim=3,
+                        layer_types=["full_attention", "linear_attention", "linear_attention"]),
+                   dict(DELTA, **EXPERTS, shared_expert_intermediate_size=46, head_dim=12, linear_num_key_heads=3,
+                        linear_num_value_heads=3, linear_key_head_dim=10, linear_value_head_dim=12)],
+    "OlmoHybrid": [dict(DELTA, linear_num_key_heads=5, linear_num_value_heads=5, linear_key_head_dim=7, linear_value_head_dim=14,
+                        rope_parameters=dict(rope_type="default", rope_theta=None)),
+                   dict(DELTA, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=9,
+                        linear_allow_neg_eigval=False, linear_conv_kernel_dim=3, attention_bias=True, rope_parameters=ROPE(1e4),
+                        layer_types=["full_attention", "linear_attention", "linear_attention"]),
+                   dict(DELTA, linear_num_key_heads=3, linear_num_value_heads=3, linear_conv_kernel_dim=2, rms_norm_eps=1e-4,
+                        rope_parameters=ROPE(5e5))],
     "Arcee": [dict(mlp_bias=True), dict(head_dim=14, attention_bias=True), dict(rope_parameters=dict(checkpoints.YARN, factor=2.0))],
     "Starcoder2": [dict(sliding_window=4), dict(use_bias=False), dict(norm_epsilon=1e-3, hidden_act="gelu")],
     "GPT2": [dict(n_inner=70), dict(scale_attn_weights=False, activation_function="gelu"),
@@ -310,7 +330,7 @@ def make(family, number, program, folder, batches):
         return batches_of(family, number, program, folder, rwkv7.Model, batches, generator)
     model = getattr(transformers, checkpoints.CLASSES.get(family, f"{family}ForCausalLM"))(getattr(transformers, checkpoints.CONFIGS.get(family, f"{family}Config"))(**sizes))
     checkpoints.weights(model, generator)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    checkpoints.save(model.to(torch.bfloat16), folder)
     # Grouped products of experts ask for other sizes.
     load = lambda folder, dtype: transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager").eval()

@@ -120,9 +120,8 @@ impl Config {
     }
 
     /// Reads what all families share, lets the family read what is its own, and looks at the rest.
-    pub(crate) fn read(mut fields: Fields) -> Result<Config, ModelError> {
-        let family = Family::read(&fields)?;
-        fields.rename(family.renamed);
+    pub(crate) fn read(fields: Fields) -> Result<Config, ModelError> {
+        let (family, fields) = Family::read(fields)?;
         for field in ["quantization_config", "compression_config"] {
             if fields.get(field).is_some_and(|value| !(family.mxfp4 && value["quant_method"] == "mxfp4")) {
                 let why = "is set; supported are plain BF16, F16 or F32 weights, so load an unquantised folder";
@@ -319,6 +318,9 @@ pub const ROPE_LENGTH: &str = "samebits_rope_length";
 
 /// What blocks behind the last one are for.
 pub(crate) const FURTHER: &str = "it predicts further tokens";
+
+/// What stands beside a text model.
+pub(crate) const IMAGES: &str = "it is of a model of images";
 
 /// More layers than this are a mistake.
 const MOST_LAYERS: usize = 1 << 16;
@@ -922,6 +924,18 @@ mod tests {
                 json!({"architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1, "full_attention_interval": 2, "head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 12, "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_next", "moe_intermediate_size": 22, "norm_topk_prob": true, "num_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 2, "output_router_logits": false, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 22, "tie_word_embeddings": false, "use_cache": true, "use_sliding_window": false}),
             ),
             (
+                "the text part of Qwen3.5-27B",
+                json!({"attention_bias": false, "attn_output_gate": true, "full_attention_interval": 2, "head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 12, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": false, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_parameters": {"mrope_interleaved": true, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}, "tie_word_embeddings": false}),
+            ),
+            (
+                "the text part of Qwen3.5-35B-A3B",
+                json!({"attention_bias": false, "attn_output_gate": true, "full_attention_interval": 2, "head_dim": 16, "hidden_act": "silu", "intermediate_size": null, "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 12, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": false, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_parameters": {"mrope_interleaved": true, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}, "tie_word_embeddings": false, "moe_intermediate_size": 22, "num_experts": 8, "num_experts_per_tok": 3, "output_router_logits": false, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 22}),
+            ),
+            (
+                "Olmo-Hybrid-7B",
+                json!({"architectures": ["OlmoHybridForCausalLM"], "attention_bias": false, "hidden_act": "silu", "intermediate_size": 80, "layer_types": ["linear_attention", "full_attention"], "linear_a_log_max": 16.0, "linear_a_log_min": 0.0, "linear_allow_neg_eigval": true, "linear_conv_kernel_dim": 4, "linear_dt_init_floor": 0.0001, "linear_dt_max": 0.1, "linear_dt_min": 0.001, "linear_key_head_dim": 9, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_value_head_dim": 18, "max_position_embeddings": 65536, "model_type": "olmo_hybrid", "num_key_value_heads": 4, "pad_token_id": 0, "rms_norm_eps": 1e-06, "rope_parameters": {"rope_theta": null, "rope_type": "default"}, "tie_word_embeddings": false}),
+            ),
+            (
                 "granite-4.0-h-1b",
                 json!({"model_type": "granitemoehybrid", "attention_bias": false, "attention_multiplier": 0.0078125, "embedding_multiplier": 12, "hidden_act": "silu", "init_method": "mup", "intermediate_size": 96, "layer_types": ["mamba", "attention"], "logits_scaling": 6, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 131072, "normalization_function": "rmsnorm", "num_experts_per_tok": 0, "num_key_value_heads": 2, "num_local_experts": 0, "output_router_logits": false, "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000, "router_aux_loss_coef": 0.01, "shared_intermediate_size": 96, "tie_word_embeddings": true}),
             ),
@@ -1067,6 +1081,38 @@ mod tests {
             if name == "Mistral without a window" {
                 assert_eq!(config.windows(), [Some(4096); 2]);
             }
+        }
+    }
+
+    /// A text model beside one of images: its fields stand in `text_config`, and those around it are looked at too.
+    #[test]
+    fn text_models_beside_others_are_read() {
+        let read = |around: Value, within: Value| {
+            let text = json!({"attention_bias": false, "attn_output_gate": true, "dtype": "bfloat16", "eos_token_id": 3, "full_attention_interval": 2, "head_dim": 16, "hidden_act": "silu", "hidden_size": 48, "intermediate_size": 80, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 12, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": false, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_parameters": {"mrope_interleaved": true, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}, "use_cache": true, "vocab_size": 96});
+            let all = json!({"architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 90, "model_type": "qwen3_5", "text_config": with(&text, within), "tie_word_embeddings": true, "transformers_version": "5.2.0", "video_token_id": 91, "vision_config": {"depth": 2, "hidden_size": 32, "model_type": "qwen3_5"}, "vision_end_token_id": 92, "vision_start_token_id": 93});
+            Config::parse(&with(&all, around).to_string()).map_err(|e| e.to_string())
+        };
+        let config = read(json!({}), json!({})).unwrap();
+        assert_eq!((config.family.name(), config.hidden, config.layers()), ("qwen3_5_text", 48, 2));
+        assert_eq!((config.tied, config.rotary[0].dim, &config.eos[..]), (true, 4, &[3][..]));
+        assert!(config.passed.iter().any(|line| line.contains("`vision_config` is of a model beside")), "{config:?}");
+        for (around, within, refused) in [
+            (json!({"text_config": null}), json!({}), "`text_config` is missing"),
+            (json!({}), json!({"hidden_size": null}), "`text_config.hidden_size` is missing"),
+            (json!({}), json!({"model_type": "qwen3_5_moe_text"}), "`text_config.model_type` is"),
+            (json!({}), json!({"attn_output_gate": false}), "`text_config.attn_output_gate` is false"),
+            (
+                json!({}),
+                json!({"tie_word_embeddings": false}),
+                "`tie_word_embeddings` is true, but text_config says false",
+            ),
+            (json!({"eos_token_id": 4}), json!({}), "`eos_token_id` is 4, but text_config says 3"),
+            (json!({"quantization_config": {"quant_method": "fp8"}}), json!({}), "`quantization_config` is set"),
+            (json!({"sliding_window": 4}), json!({}), "`sliding_window` is 4, which this family does not know"),
+            (json!({}), json!({"linear_num_value_heads": 3}), "`text_config.linear_num_value_heads` is 3"),
+        ] {
+            let found = read(around, within).unwrap_err();
+            assert!(found.contains(refused), "{refused}: {found}");
         }
     }
 

@@ -37,12 +37,15 @@ mod nemotron_h;
 mod neutral;
 mod olmo2;
 mod olmo3;
+mod olmo_hybrid;
 mod olmoe;
 mod parts;
 mod phi3;
 mod qwen2;
 mod qwen2_moe;
 mod qwen3;
+mod qwen3_5;
+mod qwen3_5_moe;
 mod qwen3_moe;
 mod qwen3_next;
 mod rwkv7;
@@ -95,6 +98,9 @@ const ALL: &[Family] = &[
     bamba::FAMILY,
     granitemoehybrid::FAMILY,
     qwen3_next::FAMILY,
+    qwen3_5::FAMILY,
+    qwen3_5_moe::FAMILY,
+    olmo_hybrid::FAMILY,
     arcee::FAMILY,
     starcoder2::FAMILY,
     gpt2::FAMILY,
@@ -119,6 +125,8 @@ pub struct Family {
     pub(crate) tied: bool,
     /// Whether a folder need not say how long a text may be, since no layer counts positions.
     pub(crate) endless: bool,
+    /// The `model_type` of folders whose `text_config` is one of this family, with a model of images beside it.
+    pub(crate) nested: Option<&'static str>,
     /// Whether the experts may be stored as MXFP4.
     pub(crate) mxfp4: bool,
     /// Lists by layer, of which the first that is there says how many layers there are where `num_hidden_layers` is missing.
@@ -137,6 +145,7 @@ impl Family {
             eps: "rms_norm_eps",
             tied: false,
             endless: false,
+            nested: None,
             mxfp4: false,
             counted: &[],
             renamed: &[],
@@ -154,15 +163,20 @@ impl Family {
         self.name
     }
 
-    pub(crate) fn read(fields: &Fields) -> Result<Family, ModelError> {
+    /// That of a folder, and the fields of its text model.
+    pub(crate) fn read(fields: Fields) -> Result<(Family, Fields), ModelError> {
         let value = fields.get("model_type");
-        if let Some(family) = ALL.iter().find(|family| value.is_some_and(|value| value == family.name)) {
-            return Ok(*family);
-        }
-        let names: Vec<&str> = ALL.iter().map(|family| family.name).collect();
-        let said = value.map_or("missing".to_string(), Value::to_string);
-        let why = format!("is {said}; supported are {}", names.join(", "));
-        Err(ModelError::field(fields.path(), "model_type", why))
+        let is = |name: &str| value.is_some_and(|value| value == name);
+        let Some(family) = ALL.iter().find(|family| is(family.name) || family.nested.is_some_and(is)) else {
+            let names: Vec<&str> = ALL.iter().flat_map(|family| [Some(family.name), family.nested]).flatten().collect();
+            let said = value.map_or("missing".to_string(), Value::to_string);
+            let why = format!("is {said}; supported are {}", names.join(", "));
+            return Err(ModelError::field(fields.path(), "model_type", why));
+        };
+        let mut fields = if is(family.name) { fields } else { fields.within("text_config", BESIDE)? };
+        fields.only("model_type", &[family.name.into()]);
+        fields.rename(family.renamed);
+        Ok((*family, fields))
     }
 
     /// Reads what is its own, and `layers` blocks.
@@ -178,6 +192,10 @@ impl Family {
         }
     }
 }
+
+/// The fields of models of images that stand around a `text_config`.
+const BESIDE: &[&str] =
+    &["vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"];
 
 impl PartialEq for Family {
     fn eq(&self, other: &Family) -> bool {

@@ -100,6 +100,8 @@ pub(crate) struct Fields {
     passed: RefCell<Vec<String>>,
     /// Names that fields are asked for by, and those that they have here.
     renamed: &'static [(&'static str, &'static str)],
+    /// Where they are those of an object within the file: its name, and which of them stand around it.
+    within: Option<(&'static str, BTreeSet<String>)>,
 }
 
 impl Fields {
@@ -117,7 +119,51 @@ impl Fields {
 
     pub fn new(path: PathBuf, map: Map<String, Value>) -> Fields {
         let (asked, complaints, passed) = Default::default();
-        Fields { path, map, asked, complaints, passed, renamed: &[] }
+        Fields { path, map, asked, complaints, passed, renamed: &[], within: None }
+    }
+
+    /// Those of the object `name`, and those around it that it does not have, but for some that belong to a model `beside` it; where
+    /// both have one of which the code of a model could read either, they must be the same.
+    pub fn within(mut self, name: &'static str, beside: &[&str]) -> Result<Fields, ModelError> {
+        let Some(Value::Object(map)) = self.map.remove(name) else {
+            return Err(ModelError::field(
+                &self.path,
+                name,
+                "is missing; it must be an object, with the fields of the text model",
+            ));
+        };
+        let around = std::mem::replace(&mut self.map, map);
+        self.within = Some((name, BTreeSet::new()));
+        for (field, value) in around.into_iter().filter(|(field, value)| !value.is_null() && field != "model_type") {
+            match self.map.get(&field).filter(|own| !own.is_null()) {
+                _ if beside.contains(&&*field) => {
+                    let line = format!(
+                        "{}: `{field}` is of a model beside that of texts; it is passed by",
+                        self.path.display()
+                    );
+                    self.passed.borrow_mut().push(escaped(&line));
+                }
+                Some(own) if same(own, &value) || INERT.contains(&&*field) => {}
+                Some(own) => {
+                    let why = format!("is {}, but {name} says {}; keep one", shown(&value), shown(own));
+                    self.complaints.borrow_mut().push(ModelError::field(&self.path, field, why));
+                }
+                None => {
+                    self.within.as_mut().expect("it was just put there").1.insert(field.clone());
+                    self.map.insert(field, value);
+                }
+            }
+        }
+        Ok(self)
+    }
+
+    /// What a field is called in messages.
+    fn place(&self, field: &str) -> String {
+        let (here, root) = (self.here(field), field.split(['.', '[']).next().unwrap_or(field));
+        match &self.within {
+            Some((name, around)) if !around.contains(root) => format!("{name}.{here}"),
+            _ => here.into(),
+        }
     }
 
     pub fn path(&self) -> &Path {
@@ -166,7 +212,7 @@ impl Fields {
     /// Notes what is wrong with a field.
     pub fn refuse(&self, field: impl Into<String>, why: impl Into<String>) {
         let field = field.into();
-        self.complaints.borrow_mut().push(ModelError::field(&self.path, self.here(&field), why));
+        self.complaints.borrow_mut().push(ModelError::field(&self.path, self.place(&field), why));
     }
 
     /// Whether nothing was refused so far.
@@ -176,7 +222,7 @@ impl Fields {
 
     /// Notes that nobody reads a field, or that its value asks for nothing.
     pub fn pass(&self, field: &str, value: &Value, why: &str) {
-        let line = format!("{}: `{field}` is {}, {why}", self.path.display(), shown(value));
+        let line = format!("{}: `{}` is {}, {why}", self.path.display(), self.place(field), shown(value));
         self.passed.borrow_mut().push(escaped(&line));
     }
 

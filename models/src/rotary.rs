@@ -121,6 +121,8 @@ pub(crate) struct Asked<'a> {
     pub stretched: bool,
     /// Whether queries grow with their positions, by `llama_4_scaling_beta`.
     pub grows: bool,
+    /// Whether folders divide frequencies between the axes of a grid, on which a text has the same position in each.
+    pub grids: bool,
     /// The base where the folder says none; without, it must be said.
     pub theta: Option<f64>,
     pub max_positions: usize,
@@ -132,7 +134,7 @@ pub(crate) struct Asked<'a> {
 /// Reads `rope_parameters` (new), `rope_scaling`, `rope_theta`, `partial_rotary_factor` and
 /// `original_max_position_embeddings` (old). A value that stands in two places must be the same in both.
 pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
-    let Asked { head_dim, partial, renamed, stretched, grows, theta: default_theta, max_positions, of } = asked;
+    let Asked { head_dim, partial, renamed, stretched, grows, grids, theta: default_theta, max_positions, of } = asked;
     // Value and the name to refuse it by, for each key.
     let mut found: BTreeMap<&str, (String, &Value)> = BTreeMap::new();
     let mut note = |key: &'static str, name: String, value| match found.insert(key, (name.clone(), value)) {
@@ -157,6 +159,7 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
             let mut own = own.iter().filter(|(_, asked)| *asked).map(|(key, _)| key);
             match KEYS.iter().find(|known| **known == key).or_else(|| own.find(|known| **known == key)) {
                 Some(key) => note(key, name, value),
+                None if grids && ["mrope_section", "mrope_interleaved"].contains(&key) => {}
                 None if OTHERS.contains(&key) && !asks_for_nothing(value) => {
                     f.refuse(name, format!("is {value}, which no supported scaling reads"));
                 }

@@ -5,6 +5,7 @@
 //! taken, so that what is left at the end is what nobody asked for. Tensors are read one at a time and not mapped, so
 //! that a model in memory is held once.
 
+use crate::config::IMAGES;
 use crate::error::escaped;
 use crate::files::{open, parse, read_object};
 use crate::machine::typed;
@@ -78,9 +79,9 @@ impl<'a> Weights<'a> {
             (true, false) => {
                 let mut weights = Weights::empty(&whole);
                 weights.add_shard(&whole)?;
-                Ok(weights.renamed().with_blocks())
+                Ok(weights.renamed().with_experts().with_blocks())
             }
-            (false, true) => Ok(Weights::open_shards(dir, &index)?.renamed().with_blocks()),
+            (false, true) => Ok(Weights::open_shards(dir, &index)?.renamed().with_experts().with_blocks()),
         }
     }
 
@@ -108,6 +109,34 @@ impl<'a> Weights<'a> {
         if ["blocks.0.att.r_k", "model.layers.0.attn.r_k"].into_iter().any(|name| self.contains(name)) {
             let tensors = std::mem::take(&mut self.tensors);
             self.tensors = tensors.into_iter().filter_map(|(name, stored)| of_rwkv(name, stored)).collect();
+        }
+        self
+    }
+
+    /// The matrices of each expert, where a folder with gated delta rules has those of a layer in two tensors: `[E,2F,hidden]`, gate and
+    /// up one behind the other, and `[E,hidden,F]`.
+    fn with_experts(mut self) -> Weights<'a> {
+        let is_stacked = |name: &str| name.starts_with("model.") && (name.ends_with(GATE_UP) || name.ends_with(DOWN));
+        let names: Vec<String> = match self.tensors.keys().any(|name| name.contains(".linear_attn.")) {
+            true => self.tensors.keys().filter(|name| is_stacked(name)).cloned().collect(),
+            false => Vec::new(),
+        };
+        for name in names {
+            let stored = self.tensors.remove(&name).expect("it is listed");
+            let parts: &[&str] = if name.ends_with(DOWN) { &["down_proj"] } else { &["gate_proj", "up_proj"] };
+            let rows = |rows: usize| rows.checked_div(parts.len()).filter(|_| rows.is_multiple_of(parts.len()));
+            let (Some(rows), &[experts, _, k]) = (stored.shape.get(1).and_then(|n| rows(*n)), &stored.shape[..]) else {
+                self.tensors.insert(name, stored);
+                continue;
+            };
+            let block = name.rsplit_once('.').map_or("", |(block, _)| block);
+            let bytes = (stored.bytes.end - stored.bytes.start) / ((experts * parts.len()) as u64).max(1);
+            let mut first = stored.bytes.start;
+            for (expert, part) in (0..experts).flat_map(|expert| parts.iter().map(move |part| (expert, part))) {
+                let own = Stored { shape: vec![rows, k], bytes: first..first + bytes, scales: None, ..stored };
+                self.tensors.insert(format!("{block}.{expert}.{part}.weight"), own);
+                first += bytes;
+            }
         }
         self
     }
@@ -311,18 +340,18 @@ impl<'a> Weights<'a> {
         (complaints, buffers)
     }
 
-    /// [`Weights::fit`] where what does not fit is refused; a line on the buffers that are passed by.
-    pub fn check(
-        &mut self,
-        config: &Config,
-        wanted: BTreeMap<String, Vec<usize>>,
-    ) -> Result<Option<String>, ModelError> {
+    /// [`Weights::fit`] where what does not fit is refused; lines on what is passed by.
+    pub fn check(&mut self, config: &Config, wanted: BTreeMap<String, Vec<usize>>) -> Result<Vec<String>, ModelError> {
+        let of_images = |(name, _): &(&String, &Stored)| config.unused(name) == Some(IMAGES);
+        let images: Vec<String> = self.left().filter(of_images).map(|(name, _)| name.clone()).collect();
         let (complaints, buffers) = self.fit(config, wanted);
         ModelError::all(few(complaints))?;
-        Ok(buffers.first().map(|first| {
-            let (count, source) = (buffers.len(), self.source.display());
-            escaped(&format!("{source}: {count} buffers that are computed anew, such as `{first}`, are passed by"))
-        }))
+        let passed = [(buffers, "buffers that are computed anew"), (images, "tensors of a model of images")];
+        let line = |(names, what): (Vec<String>, &str)| {
+            let (first, count, source) = (names.first()?, names.len(), self.source.display());
+            Some(escaped(&format!("{source}: {count} {what}, such as `{first}`, are passed by")))
+        };
+        Ok(passed.into_iter().filter_map(line).collect())
     }
 
     /// Takes a tensor, which must have this shape and finite elements, as `T`: exact, or rounded once where T is
@@ -481,12 +510,17 @@ fn without_rows(dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
 }
 
 /// Other names of folders: the tensor by which they are known, and what stands at the beginning of names there and in the model.
+/// The ends of the names of two tensors of all experts.
+const GATE_UP: &str = ".mlp.experts.gate_up_proj";
+const DOWN: &str = ".mlp.experts.down_proj";
+
 /// GPT-2 was published as the base of a model; the head of a GPT-NeoX has another name in modules than in folders, and so has all but
-/// the head of a Nemotron-H.
-const RENAMED: [(&str, &str, &str); 3] = [
+/// the head of a Nemotron-H; beside a model of images a text model has one more part before its names.
+const RENAMED: [(&str, &str, &str); 4] = [
     ("wte.weight", "", "transformer."),
     ("gpt_neox.embed_in.weight", "lm_head.", "embed_out."),
     ("model.norm_f.weight", "model.", "backbone."),
+    ("model.language_model.norm.weight", "model.language_model.", "model."),
 ];
 
 /// The files of a folder that torch.save may have written.

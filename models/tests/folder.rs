@@ -113,6 +113,57 @@ fn an_untouched_copy_loads() {
     assert_eq!(logits(dir.path()), logits(&checkpoint("llama")));
 }
 
+/// Qwen3.5 as it is published, beside a model of images, with the experts of a layer in two tensors: the same logits.
+#[test]
+fn a_text_model_beside_one_of_images_is_loaded() {
+    let dir = copy("qwen3-5-moe");
+    change_json(&dir, "config.json", |config| {
+        *config = json!({"model_type": "qwen3_5_moe", "text_config": config.clone(), "vision_config": {"depth": 1}});
+    });
+    change_tensors(&dir, |tensors| {
+        let mut found = Tensors::new();
+        for (name, (dtype, shape, bytes)) in std::mem::take(tensors) {
+            let name = name.replacen("model.", "model.language_model.", 1);
+            let part = name.split_once(".mlp.experts.").map(|(block, _)| {
+                let together = if name.ends_with("down_proj.weight") { "down_proj" } else { "gate_up_proj" };
+                (format!("{block}.mlp.experts.{together}"), name.ends_with("gate_proj.weight"))
+            });
+            let Some((together, is_first)) = part else {
+                found.insert(name, (dtype, shape, bytes));
+                continue;
+            };
+            // Names are in order: of each expert down, gate and up.
+            let rows = if together.ends_with("gate_up_proj") { 2 * shape[0] } else { shape[0] };
+            let (_, all, data) = found.entry(together.clone()).or_insert((dtype, vec![0, rows, shape[1]], Vec::new()));
+            all[0] += usize::from(is_first || together.ends_with("down_proj"));
+            data.extend(bytes);
+        }
+        let [of_images, further] = ["model.visual.patch_embed.proj.weight", "mtp.norm.weight"].map(String::from);
+        found.insert(of_images, (Dtype::BF16, vec![2, 2], vec![0; 8]));
+        found.insert(further, (Dtype::BF16, vec![2], vec![0; 4]));
+        *tensors = found;
+    });
+    let found = read_tensors(&dir.path().join(WHOLE));
+    assert_eq!(found["model.language_model.layers.0.mlp.experts.gate_up_proj"].1, [5, 48, 48]);
+    assert_eq!(logits(dir.path()), logits(&checkpoint("qwen3-5-moe")));
+    let passed = &load(dir.path()).unwrap().config().passed.clone();
+    let named = |what: &str| passed.iter().any(|line| line.contains(what));
+    assert!(named("1 tensors of a model of images, such as `model.visual.patch_embed.proj.weight`"), "{passed:?}");
+    let audit = Audit::of(dir.path(), |_, _| {}).unwrap();
+    let notes: Vec<String> = audit.findings.iter().map(|found| format!("{} {}", found.tensor, found.what)).collect();
+    assert!(
+        audit.holds() && notes.contains(&"mtp.norm.weight is not used: it predicts further tokens".into()),
+        "{notes:?}"
+    );
+    // An expert too few.
+    change_tensors(&dir, |tensors| {
+        let (_, shape, bytes) = tensors.get_mut("model.language_model.layers.1.mlp.experts.down_proj").unwrap();
+        bytes.truncate(bytes.len() / 5 * 4);
+        shape[0] = 4;
+    });
+    assert_refused(&dir, &["`model.layers.1.mlp.experts.4.down_proj.weight`", "is missing"]);
+}
+
 #[test]
 fn shards_give_the_same_logits() {
     let dir = copy("qwen3-adder");

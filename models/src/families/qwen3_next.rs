@@ -21,7 +21,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
 }
 
 /// Experts, and one that sees every token behind a gate.
-fn experts(c: &Config, f: &Fields, normalise: bool) -> moe::Plan {
+pub(super) fn experts(c: &Config, f: &Fields, normalise: bool) -> moe::Plan {
     let of_experts = expert(c, f.required_size("moe_intermediate_size"));
     let shared = expert(c, f.required_size("shared_expert_intermediate_size"));
     let shared = moe::Shared { mlp: shared, name: Some("shared_expert"), gate: Some("shared_expert_gate") };
@@ -30,7 +30,7 @@ fn experts(c: &Config, f: &Fields, normalise: bool) -> moe::Plan {
 }
 
 /// All that does not belong to the MLPs, of which each block has one.
-fn blocks(c: &mut Config, f: &Fields, layers: usize, names: delta::Names, mlp: impl Fn(usize) -> LayerPlan) {
+pub(super) fn blocks(c: &mut Config, f: &Fields, layers: usize, names: delta::Names, mlp: impl Fn(usize) -> LayerPlan) {
     only_silu(f);
     let before_gates = c.norms;
     c.norms = norm::Plan { offset: true, ..c.norms };
@@ -56,7 +56,8 @@ fn blocks(c: &mut Config, f: &Fields, layers: usize, names: delta::Names, mlp: i
         names,
     };
     let bias = f.flag("attention_bias", false);
-    let rotated = Asked { partial: Some(0.25), ..asked(c, heads.key_dim, Some(10_000.0)) };
+    let grids = names == delta::Names::Streams;
+    let rotated = Asked { partial: Some(0.25), grids, ..asked(c, heads.key_dim, Some(10_000.0)) };
     let rope = push(c, rotary::read(f, rotated));
     let mixer = attention::Plan { norm: head_norms(c), bias, o_bias: bias, gate: true, ..attention(c, heads, rope) };
     let block = |(i, attends)| {

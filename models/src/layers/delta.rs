@@ -58,6 +58,10 @@ pub enum Names {
     /// One projection of q, k, v and z, and one of betas and decays, in both of which a key head and its value heads stand
     /// together; one convolution. Qwen3-Next has them.
     ByKeyHead,
+    /// One projection of q, k and v, one behind the other, and those of z, betas and decays; one convolution. Qwen3.5 has them.
+    Streams,
+    /// Projections and convolutions of their own. OLMo Hybrid has them.
+    Each,
 }
 
 impl Plan {
@@ -96,6 +100,7 @@ impl Plan {
     /// The projections of q, k and v, and those of z, b and a.
     fn projections(&self, loader: &mut Loader) -> Result<Projections, ModelError> {
         let &Plan { hidden, key_heads, value_heads, key_dim, value_dim, names, .. } = self;
+        let [q, k, v] = self.widths();
         match names {
             Names::ByKeyHead => {
                 let shared = value_heads / key_heads;
@@ -103,6 +108,16 @@ impl Plan {
                 let [q, k, v, z] = loader.parts("linear_attn.in_proj_qkvz", key_heads, widths, hidden, false)?;
                 let [b, a] = loader.parts("linear_attn.in_proj_ba", key_heads, [shared; 2], hidden, false)?;
                 Ok(([q, k, v], [z, b, a]))
+            }
+            Names::Streams => {
+                let streams = loader.parts("linear_attn.in_proj_qkv", 1, [q, k, v], hidden, false)?;
+                let mut one = |part: &str, n| loader.linear(&format!("linear_attn.in_proj_{part}"), n, hidden, false);
+                Ok((streams, [one("z", v)?, one("b", value_heads)?, one("a", value_heads)?]))
+            }
+            Names::Each => {
+                let mut one = |part: &str, n| loader.linear(&format!("linear_attn.{part}_proj"), n, hidden, false);
+                let streams = [one("q", q)?, one("k", k)?, one("v", v)?];
+                Ok((streams, [one("g", v)?, one("b", value_heads)?, one("a", value_heads)?]))
             }
         }
     }
@@ -145,16 +160,18 @@ impl DeltaRule {
         let name = |part: &str| format!("linear_attn.{part}");
         let ([q, k, v], [z, b, a]) = plan.projections(loader)?;
         let [of_q, of_k, of_v] = match names {
-            Names::ByKeyHead => CausalConv::parts(loader, &name("conv1d"), widths, taps)?,
+            Names::ByKeyHead | Names::Streams => CausalConv::parts(loader, &name("conv1d"), widths, taps)?,
+            Names::Each => {
+                let mut one = |part, width| CausalConv::load(loader, &name(part), [width, taps], false);
+                [one("q_conv1d", widths[0])?, one("k_conv1d", widths[1])?, one("v_conv1d", widths[2])?]
+            }
         };
         let streams = [
             Stream::new(0, widths[0], q, of_q)?,
             Stream::new(1, widths[1], k, of_k)?,
             Stream::new(2, widths[2], v, of_v)?,
         ];
-        let [norm, out] = match names {
-            Names::ByKeyHead => ["norm", "out_proj"],
-        };
+        let [norm, out] = if names == Names::Each { ["o_norm", "o_proj"] } else { ["norm", "out_proj"] };
         let largest = vec![plan.largest_beta as f32; value_heads];
         Ok(DeltaRule {
             streams,
