@@ -51,6 +51,9 @@ LONG = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.1, 1.
             long_factor=[1.0, 1.5, 2.0, 3.0, 4.0, 6.0], original_max_position_embeddings=32)
 
 # name: (class, sizes, T, dtype)
+NEMOTRON_3 = dict(head_dim=16, ssm_state_size=12, mamba_num_heads=6, mamba_head_dim=16, n_groups=2, chunk_size=8, time_step_min=0.3,
+                  n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, moe_shared_expert_intermediate_size=40,
+                  routed_scaling_factor=2.5)
 MODELS = {
     "llama3": ("Llama", dict(BASE, rope_parameters=LLAMA3), 40, "bf16"),
     "llama-linear": ("Llama", dict(BASE, num_hidden_layers=2, tie_word_embeddings=True, attention_bias=True,
@@ -101,6 +104,10 @@ MODELS = {
     "nemotron-h": ("NemotronH", dict(BASE, head_dim=16, ssm_state_size=12, mamba_num_heads=6, mamba_head_dim=16, n_groups=2,
                                      chunk_size=8, time_step_min=0.3, layers_block_type=[
         "linear_attention", "mlp", "full_attention", "linear_attention"]), 24, "bf16"),
+    "nemotron-3": ("NemotronH", dict(BASE, **NEMOTRON_3, moe_latent_size=None, layers_block_type=[
+        "linear_attention", "moe", "full_attention"]), 12, "bf16"),
+    "nemotron-3-latent": ("NemotronH", dict(BASE, **NEMOTRON_3, moe_latent_size=32, mlp_bias=True, n_group=4, topk_group=2,
+                                            layers_block_type=["moe", "full_attention"]), 12, "bf16"),
     "falcon-h1": ("FalconH1", dict(BASE, **HYBRID, num_hidden_layers=2, mamba_d_ssm=96, mamba_n_groups=2, embedding_multiplier=3.0,
                                    lm_head_multiplier=0.6, mlp_multipliers=[0.7, 0.8], key_multiplier=0.6, attention_in_multiplier=1.2,
                                    attention_out_multiplier=0.8, ssm_multipliers=[0.5, 1.5, 0.8, 1.3, 0.6], ssm_in_multiplier=1.3,
@@ -192,7 +199,8 @@ def weights(model, generator):
                     tensor.copy_(noise * 0.5)
             elif name.endswith("sinks"):
                 tensor.copy_(noise * 1.5)
-            elif name.endswith(("mlp.gate.weight", "feed_forward.gate.weight", "mlp.gate.wg.weight", "router.weight")):
+            elif name.endswith(("mlp.gate.weight", "feed_forward.gate.weight", "mlp.gate.wg.weight", "router.weight",
+                                "mixer.gate.weight")):
                 tensor.copy_(noise * 0.6)
             else:
                 sharp = name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight", "c_attn.weight",

@@ -944,6 +944,14 @@ mod tests {
                 json!({"model_type": "granitemoehybrid", "attention_bias": false, "attention_multiplier": 0.0078125, "embedding_multiplier": 12, "hidden_act": "silu", "init_method": "mup", "intermediate_size": 32, "layer_types": ["mamba", "attention"], "logits_scaling": 6, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 131072, "normalization_function": "rmsnorm", "num_experts_per_tok": 6, "num_key_value_heads": 2, "num_local_experts": 64, "output_router_logits": false, "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000, "router_aux_loss_coef": 0.0, "shared_intermediate_size": 48, "tie_word_embeddings": true}),
             ),
             (
+                "NVIDIA-Nemotron-3-Nano-30B-A3B",
+                json!({"model_type": "nemotron_h", "attention_bias": false, "attention_dropout": 0.0, "chunk_size": 128, "conv_kernel": 4, "expand": 2, "head_dim": 16, "hidden_dropout": 0.0, "hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5, "intermediate_size": 48, "layer_norm_epsilon": 1e-05, "mamba_head_dim": 16, "mamba_hidden_act": "silu", "mamba_num_heads": 6, "mamba_proj_bias": false, "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 262144, "mlp_bias": false, "mlp_hidden_act": "relu2", "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 96, "n_group": 1, "n_groups": 2, "n_routed_experts": 16, "n_shared_experts": 1, "norm_eps": 1e-05, "norm_topk_prob": true, "num_experts_per_tok": 6, "num_key_value_heads": 2, "num_logits_to_keep": 1, "partial_rotary_factor": 1.0, "rescale_prenorm_residual": true, "residual_in_fp32": false, "rope_theta": 10000, "routed_scaling_factor": 2.5, "sliding_window": null, "ssm_state_size": 128, "tie_word_embeddings": false, "time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001, "topk_group": 1, "use_bias": false, "use_conv_bias": true, "use_mamba_kernels": true}),
+            ),
+            (
+                "NVIDIA-Nemotron-3-Super",
+                json!({"model_type": "nemotron_h", "attention_bias": false, "chunk_size": 128, "conv_kernel": 4, "head_dim": 16, "hybrid_override_pattern": "ME*", "num_hidden_layers": 3, "intermediate_size": 48, "layer_norm_epsilon": 1e-05, "mamba_head_dim": 16, "mamba_hidden_act": "silu", "mamba_num_heads": 6, "mlp_bias": false, "mlp_hidden_act": "relu2", "moe_intermediate_size": 48, "moe_latent_size": 24, "moe_shared_expert_intermediate_size": 96, "moe_shared_expert_overlap": true, "mtp_hybrid_override_pattern": "*E", "n_group": 1, "n_groups": 2, "n_routed_experts": 16, "n_shared_experts": 1, "norm_topk_prob": true, "num_experts_per_tok": 6, "num_key_value_heads": 2, "num_nextn_predict_layers": 1, "routed_scaling_factor": 5.0, "ssm_state_size": 128, "tie_word_embeddings": false, "time_step_min": 0.001, "topk_group": 1, "use_bias": false, "use_conv_bias": true}),
+            ),
+            (
                 "Nemotron-H-8B",
                 json!({"model_type": "nemotron_h", "attention_bias": false, "attention_head_dim": 128, "chunk_size": 128, "conv_kernel": 4, "expand": 2, "hidden_dropout": 0.0, "hybrid_override_pattern": "M-M*", "num_hidden_layers": 4, "intermediate_size": 80, "layer_norm_epsilon": 1e-05, "mamba_head_dim": 16, "mamba_hidden_act": "silu", "mamba_num_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 8192, "mlp_bias": false, "mlp_hidden_act": "relu2", "n_groups": 2, "num_key_value_heads": 2, "num_logits_to_keep": 1, "rescale_prenorm_residual": true, "residual_in_fp32": false, "rms_norm_eps": 1e-05, "sliding_window": null, "ssm_state_size": 128, "tie_word_embeddings": false, "time_step_floor": 0.0001, "time_step_limit": [0.0, {"__float__": "Infinity"}], "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 256, "use_bias": false, "use_conv_bias": true, "use_mamba_kernels": true}),
             ),
@@ -1153,7 +1161,8 @@ mod tests {
             let kind = |plan: &LayerPlan| match plan {
                 LayerPlan::Mamba2(plan) => format!("M{}", plan.groups),
                 LayerPlan::Attention(_) => "*".into(),
-                LayerPlan::UngatedMlp(_) => "-".into(),
+                LayerPlan::Mlp(_) => "-".into(),
+                LayerPlan::Moe(_) => "E".into(),
                 other => panic!("{other:?}"),
             };
             Ok::<String, String>(config.plans().map(kind).collect())
@@ -1164,9 +1173,14 @@ mod tests {
         let list = with(&list, json!({"hybrid_override_pattern": "M", "mamba_n_groups": 4}));
         assert_eq!(nemotron(list).unwrap(), "-*M4");
         assert_eq!(nemotron(json!({"layer_types": ["attention", "mamba"], "num_hidden_layers": 2})).unwrap(), "*M2");
+        assert_eq!(nemotron(json!({"hybrid_override_pattern": "ME*", "n_routed_experts": 8})).unwrap(), "M2E*");
         let refused = [
-            (json!({"hybrid_override_pattern": "M*E"}), "`hybrid_override_pattern` has \"E\"; supported are"),
-            (json!({"layers_block_type": ["mlp", "moe"]}), "`layers_block_type` has \"moe\"; supported are"),
+            (json!({"hybrid_override_pattern": "M*X"}), "`hybrid_override_pattern` has \"X\"; supported are"),
+            (json!({"layers_block_type": ["mlp", "rnn"]}), "`layers_block_type` has \"rnn\"; supported are"),
+            (json!({"layer_types": ["moe"], "n_shared_experts": 2}), "`n_shared_experts` is 2"),
+            (json!({"layer_types": ["moe"], "num_experts_per_tok": 9}), "`num_experts_per_tok` is 9; there are 8 experts"),
+            (json!({"layer_types": ["moe"], "n_group": 3}), "`n_group` is 3; it must divide"),
+            (json!({"layer_types": ["moe"], "n_group": 2, "topk_group": 3}), "`topk_group` is 3"),
             (json!({"hybrid_override_pattern": "M", "num_hidden_layers": 2}), "must have a kind for each of 2 layers"),
             (json!({"layer_types": [1], "num_hidden_layers": 1}), "must have a kind for each of 1 layers"),
             (json!({"num_hidden_layers": 2}), "`layers_block_type` is missing"),

@@ -26,8 +26,8 @@ pub(crate) mod norm;
 pub(crate) mod recur;
 pub(crate) mod time_mix;
 pub(crate) mod token_mix;
-pub(crate) mod ungated_mlp;
 pub(crate) mod unit;
+pub(crate) mod xielu;
 
 use crate::ModelError;
 use crate::backward::Backward;
@@ -170,10 +170,8 @@ layers! {
     ChannelMix in channel_mix, state: channel_mix::ChannelMix::state;
     /// Linear attention by the gated delta rule.
     DeltaRule in delta, state: delta::DeltaRule::state;
-    /// A gated MLP.
+    /// An MLP.
     Mlp in mlp, state: |_| Kind::None;
-    /// An MLP without a gate.
-    UngatedMlp in ungated_mlp, state: |_| Kind::None;
     /// A mixture of experts.
     Moe in moe, state: |_| Kind::None;
 }

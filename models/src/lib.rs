@@ -22,7 +22,6 @@ pub mod plan {
     pub use crate::layers::mlp::{Activation, Names as MlpNames, Plan as Mlp};
     pub use crate::layers::moe::Plan as Moe;
     pub use crate::layers::norm::{Kind as NormKind, Plan as Norm};
-    pub use crate::layers::ungated_mlp::{Curve, Plan as UngatedMlp};
 }
 
 mod audit;

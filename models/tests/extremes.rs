@@ -344,7 +344,6 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
             *sizes.into_iter().nth(at).expect("it is one of them") = n;
         }
         Layer::ShortConv(plan) => *(if pick.below(2) == 0 { &mut plan.taps } else { &mut plan.hidden }) = n,
-        Layer::UngatedMlp(plan) => *(if pick.below(2) == 0 { &mut plan.width } else { &mut plan.hidden }) = n,
         Layer::Mlp(plan) => *(if pick.below(2) == 0 { &mut plan.width } else { &mut plan.hidden }) = n,
         Layer::Moe(plan) => match pick.below(5) {
             0 => plan.count = n,

@@ -1,8 +1,9 @@
 //! Forward and generation on the checkpoints in `tests/checkpoints`: the same bits however they run.
 
 use safetensors::SafeTensors;
-use samebits_models::{Family, Generation, Grouping, Model, PageOrder, Precision, RopeLength, Run, Schedule, Stop};
+use samebits_models::{Config, Generation, Grouping, Model, PageOrder, Precision, RopeLength, Run, Schedule, Stop};
 use samebits_ops::{Cpu, Isa};
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
@@ -25,22 +26,36 @@ fn tokens(name: &str) -> Vec<i32> {
     tensor.data().chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().unwrap())).collect()
 }
 
-/// A checkpoint of every family; with SAMEBITS_CHECKPOINTS=all, as in ci/nightly, every checkpoint. The others of a family
-/// differ in how positions turn, which no schedule changes; `conformance` runs them all.
+/// What the computation of a model is made of: the fields of its plan, each with its kind, without sizes and names.
+fn parts(config: &Config) -> BTreeSet<String> {
+    let Config { blocks, norms, finish, embed_scale, positions, embed_norm, transposed, .. } = config;
+    let text = format!("{blocks:?}, {norms:?}, {finish:?}, {:?}", (embed_scale, positions, embed_norm, transposed));
+    let fields = text.split(|c| "{}()[],".contains(c)).map(str::trim);
+    fields
+        .filter(|field| !field.is_empty() && !field.contains(|c: char| c == '"' || c.is_ascii_digit()))
+        .map(String::from)
+        .collect()
+}
+
+/// Checkpoints that have every part a checkpoint has; with SAMEBITS_CHECKPOINTS=all, as in ci/nightly, all of them.
+/// `conformance` runs them all, the others on fewer schedules.
 fn checkpoints() -> Vec<String> {
     let dir = fs::read_dir(checkpoint("")).unwrap();
-    let mut names: Vec<String> = dir.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    let all = std::env::var("SAMEBITS_CHECKPOINTS").is_ok_and(|which| which == "all");
-    let mut families: Vec<Family> = Vec::new();
-    names.retain(|name| {
-        let family = load(name, Precision::Fp32).config().family;
-        let first = !families.contains(&family);
-        families.push(family);
-        all || first
+    let names = dir.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut models: Vec<(String, BTreeSet<String>)> =
+        names.map(|name| (name.clone(), parts(load(&name, Precision::Fp32).config()))).collect();
+    if std::env::var("SAMEBITS_CHECKPOINTS").is_ok_and(|which| which == "all") {
+        return models.into_iter().map(|(name, _)| name).collect();
+    }
+    // Those with the most parts first, which need the fewest beside them.
+    models.sort_by_key(|(name, parts)| (std::cmp::Reverse(parts.len()), name.clone()));
+    let mut seen = BTreeSet::new();
+    models.retain(|(_, parts)| {
+        let before = seen.len();
+        seen.extend(parts.iter().cloned());
+        seen.len() > before
     });
-    assert!(Family::all().iter().all(|family| families.contains(family)), "{families:?}");
-    names
+    models.into_iter().map(|(name, _)| name).collect()
 }
 
 /// Fails with the first element whose bits differ.

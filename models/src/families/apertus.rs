@@ -5,8 +5,7 @@ use super::parts::{Missing, attention, head_norms, heads, rope, ungated};
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::branch::{Place, Plan};
-use crate::layers::ungated_mlp::{self, Curve};
-use crate::layers::{LayerPlan, attention};
+use crate::layers::{LayerPlan, attention, mlp};
 use samebits_ops::Activation;
 use serde_json::json;
 
@@ -20,12 +19,12 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let mixer = attention::Plan { bias, o_bias: bias, norm: head_norms(c), ..attention(c, heads, rope) };
     let names = ["mlp.up_proj", "mlp.down_proj"];
     let mlp = ungated(c, f.required_size("intermediate_size"), Activation::Relu2, names);
-    let mlp = ungated_mlp::Plan { activation: Curve::Learned("mlp.act_fn"), ..mlp };
+    let mlp = mlp::Plan { activation: mlp::Activation::Learned("mlp.act_fn"), ..mlp };
     let normed = Plan::normed;
     c.blocks = vec![
         vec![
             normed(Place::Mixer, "attention_layernorm", LayerPlan::Attention(mixer)),
-            normed(Place::Mlp, "feedforward_layernorm", LayerPlan::UngatedMlp(mlp)),
+            normed(Place::Mlp, "feedforward_layernorm", LayerPlan::Mlp(mlp)),
         ];
         layers
     ];

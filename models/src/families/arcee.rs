@@ -4,7 +4,7 @@ use super::Family;
 use super::parts::{Missing, activation, attention, heads, pre_norm, rope, ungated};
 use crate::config::Config;
 use crate::fields::Fields;
-use crate::layers::{LayerPlan, attention, ungated_mlp};
+use crate::layers::{LayerPlan, attention, mlp};
 use samebits_ops::Activation;
 
 pub(super) const FAMILY: Family = Family::of("arcee", read);
@@ -16,6 +16,6 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let mixer = attention::Plan { bias, o_bias: bias, ..attention(c, heads, rope) };
     let activation = activation(f, "hidden_act", Activation::Relu2);
     let mlp = ungated(c, f.required_size("intermediate_size"), activation, ["mlp.up_proj", "mlp.down_proj"]);
-    let mlp = ungated_mlp::Plan { bias: mlp_bias, ..mlp };
-    c.blocks = vec![pre_norm(LayerPlan::Attention(mixer), LayerPlan::UngatedMlp(mlp)); layers];
+    let mlp = mlp::Plan { bias: mlp_bias, ..mlp };
+    c.blocks = vec![pre_norm(LayerPlan::Attention(mixer), LayerPlan::Mlp(mlp)); layers];
 }

@@ -1,7 +1,7 @@
 //! DeepSeek V2: latent attention, shared experts, softmax routing.
 
 use super::Family;
-use super::parts::{dense_first, expert, gated, only_silu, pre_norm, rope, softmax_experts};
+use super::parts::{dense_first, expert, gated, groups, only_silu, pre_norm, rope, softmax_experts};
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::heads::Rope;
@@ -72,13 +72,9 @@ pub(super) fn shared_experts(c: &Config, f: &Fields) -> moe::Plan {
     f.only("moe_layer_freq", &[json!(1)]);
     let width = f.required_size("moe_intermediate_size");
     let shared = f.size_or_zero("n_shared_experts") * width;
-    let groups = f.size("n_group").unwrap_or(1);
-    let top_groups = f.size("topk_group").unwrap_or(1);
-    if groups > 0 && !count.is_multiple_of(groups) {
-        f.refuse("n_group", format!("is {groups}; it must divide n_routed_experts {count}"));
-    }
+    let (groups, top_groups) = groups(f, count);
     moe::Plan {
-        shared: (shared > 0).then(|| moe::Shared { mlp: expert(c, shared), name: Some("shared_experts"), gate: None }),
+        shared: (shared > 0).then(|| moe::Shared::of(expert(c, shared), "shared_experts")),
         groups,
         top_groups,
         scale: f.positive("routed_scaling_factor").unwrap_or(1.0),

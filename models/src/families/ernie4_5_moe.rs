@@ -32,7 +32,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let width = f.required_size("moe_intermediate_size");
     let shared = f.get("moe_num_shared_experts").map_or(2, |_| f.size_or_zero("moe_num_shared_experts")) * width;
     let experts = moe::Plan {
-        shared: (shared > 0).then(|| moe::Shared { mlp: expert(c, shared), name: Some("shared_experts"), gate: None }),
+        shared: (shared > 0).then(|| moe::Shared::of(expert(c, shared), "shared_experts")),
         choice_bias: Some(ChoiceBias { name: "moe_statics.e_score_correction_bias", is_matrix: true }),
         ..softmax_experts_of(count, chosen, expert(c, width), true)
     };

@@ -7,7 +7,7 @@ use crate::fields::Fields;
 use crate::layers::attention::{self, Names, QkvNames};
 use crate::layers::branch::{self, Place};
 use crate::layers::norm::Kind;
-use crate::layers::{LayerPlan, attend, ungated_mlp};
+use crate::layers::{LayerPlan, attend, mlp};
 use samebits_ops::Activation;
 
 pub(super) const FAMILY: Family = Family {
@@ -40,7 +40,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let names = Names { qkv: QkvNames::Fused("attn.c_attn"), o: "attn.c_proj", ..Names::PLAIN };
     let activation = activation(f, "activation_function", Activation::GeluTanh);
     let width = f.size("n_inner").unwrap_or(c.hidden.saturating_mul(4));
-    let mlp = ungated_mlp::Plan { bias: true, ..ungated(c, width, activation, ["mlp.c_fc", "mlp.c_proj"]) };
+    let mlp = mlp::Plan { bias: true, ..ungated(c, width, activation, ["mlp.c_fc", "mlp.c_proj"]) };
     let normed = branch::Plan::normed;
     let block = |i: usize| {
         let scale = if is_scaled { heads.scale } else { 1.0 } / if by_layer { (i + 1) as f64 } else { 1.0 };
@@ -48,7 +48,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         let mixer = attention::Plan { bias: true, o_bias: true, names, ..attention(c, heads, rope) };
         vec![
             normed(Place::Mixer, "ln_1", LayerPlan::Attention(mixer)),
-            normed(Place::Mlp, "ln_2", LayerPlan::UngatedMlp(mlp.clone())),
+            normed(Place::Mlp, "ln_2", LayerPlan::Mlp(mlp.clone())),
         ]
     };
     c.blocks = (0..layers).map(block).collect();

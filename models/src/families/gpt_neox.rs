@@ -7,7 +7,7 @@ use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::attention::{self, Names, QkvNames};
 use crate::layers::norm::Kind;
-use crate::layers::{LayerPlan, ungated_mlp};
+use crate::layers::{LayerPlan, mlp};
 use samebits_ops::Activation;
 
 pub(super) const FAMILY: Family = Family {
@@ -28,7 +28,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let activation = activation(f, "hidden_act", Activation::Gelu);
     let names = ["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"];
     let mlp = ungated(c, f.required_size("intermediate_size"), activation, names);
-    let mlp = LayerPlan::UngatedMlp(ungated_mlp::Plan { bias: true, ..mlp });
+    let mlp = LayerPlan::Mlp(mlp::Plan { bias: true, ..mlp });
     let block = match is_parallel {
         true => parallel(mixer, mlp, Some("post_attention_layernorm")),
         false => pre_norm(mixer, mlp),

@@ -46,7 +46,11 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
             let experts = ExpertNames::Stacked(moe::Stacked::modules(["input_linear", "output_linear"]));
             let names = moe::Names { block: "block_sparse_moe", router: "router.layer", experts };
             let chosen = chosen_or(f, count, 2);
-            LayerPlan::Moe(moe::Plan { shared, names, ..softmax_experts_of(count, chosen, expert, true) })
+            LayerPlan::Moe(moe::Plan {
+                shared: shared.map(Box::new),
+                names,
+                ..softmax_experts_of(count, chosen, expert, true)
+            })
         }
     };
     let scan = scan(c, f);

@@ -23,7 +23,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         if count > 0 && chosen > count {
             f.refuse("moe_topk", format!("is {chosen}; there are {count} experts"));
         }
-        let shared = moe::Shared { mlp: expert(c, width), name: Some("shared_mlp"), gate: None };
+        let shared = moe::Shared::of(expert(c, width), "shared_mlp");
         let names = moe::Names { router: "gate.wg", ..moe::Names::PLAIN };
         let experts = softmax_experts_of(count, chosen, expert(c, width), true);
         pre_norm(mixer.clone(), LayerPlan::Moe(moe::Plan { shared: Some(shared), names, ..experts }))

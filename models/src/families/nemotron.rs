@@ -5,7 +5,7 @@ use super::parts::{Missing, activation, attention, heads, partial_rope, pre_norm
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::norm::Kind;
-use crate::layers::{LayerPlan, attention, ungated_mlp};
+use crate::layers::{LayerPlan, attention, mlp};
 use samebits_ops::Activation;
 
 pub(super) const FAMILY: Family = Family { eps: "norm_eps", ..Family::of("nemotron", read) };
@@ -18,6 +18,6 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let mixer = attention::Plan { bias, o_bias: bias, ..attention(c, heads, rope) };
     let activation = activation(f, "hidden_act", Activation::Relu2);
     let mlp = ungated(c, f.required_size("intermediate_size"), activation, ["mlp.up_proj", "mlp.down_proj"]);
-    let mlp = ungated_mlp::Plan { bias: mlp_bias, ..mlp };
-    c.blocks = vec![pre_norm(LayerPlan::Attention(mixer), LayerPlan::UngatedMlp(mlp)); layers];
+    let mlp = mlp::Plan { bias: mlp_bias, ..mlp };
+    c.blocks = vec![pre_norm(LayerPlan::Attention(mixer), LayerPlan::Mlp(mlp)); layers];
 }

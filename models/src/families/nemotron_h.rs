@@ -1,13 +1,18 @@
-//! Nemotron-H: blocks of one branch each: a scan of Mamba-2, an attention that does not rotate, or an MLP without a gate.
+//! Nemotron-H and Nemotron 3: blocks of one branch each: a scan of Mamba-2, an attention that does not rotate, an MLP without a
+//! gate, or experts that are such MLPs.
 
 use super::Family;
-use super::parts::{Missing, activation, attention, heads, no_rope, null_derived, ungated};
-use crate::config::Config;
+use super::deepseek_v3::sigmoid_experts;
+use super::parts::{
+    Missing, activation, attention, chosen_or, groups, groups_hold, heads, no_rope, null_derived, softmax_experts_of,
+    ungated,
+};
+use crate::config::{Config, FURTHER};
 use crate::fields::Fields;
 use crate::layers::attention::{Names, QkvNames};
 use crate::layers::branch::{self, Place};
 use crate::layers::mamba2::Gate;
-use crate::layers::{LayerPlan, attend, attention, mamba2, ungated_mlp};
+use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe};
 use samebits_ops::Activation;
 use serde_json::json;
 
@@ -27,9 +32,12 @@ pub(super) const FAMILY: Family = Family {
 /// The kinds of the layers: a list of words, or a string of letters. The first that is there is read.
 const KINDS: [&str; 3] = ["layers_block_type", "layer_types", "hybrid_override_pattern"];
 
+/// The place in [`WORDS`] of experts.
+const EXPERTS: usize = 3;
+
 /// The letter of each kind and its words, the usual one first.
-const WORDS: [(&str, &[&str]); 3] =
-    [("M", &["linear_attention", "mamba"]), ("*", &["full_attention", "attention"]), ("-", &["mlp"])];
+const WORDS: [(&str, &[&str]); 4] =
+    [("M", &["linear_attention", "mamba"]), ("*", &["full_attention", "attention"]), ("-", &["mlp"]), ("E", &["moe"])];
 
 fn read(c: &mut Config, f: &Fields, layers: usize) {
     f.only("mamba_hidden_act", &[json!("silu"), json!("swish")]);
@@ -51,11 +59,12 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let names = Names { qkv, o: "mixer.o_proj", ..Names::PLAIN };
     let attention = normed(Place::Mixer, LayerPlan::Attention(attention::Plan { names, ..attention(c, heads, rope) }));
 
-    let width = f.required_size("intermediate_size");
     let activation = activation(f, "mlp_hidden_act", Activation::Relu2);
-    let mlp = ungated(c, width, activation, ["mixer.up_proj", "mixer.down_proj"]);
-    let mlp = ungated_mlp::Plan { bias: f.flag("mlp_bias", false), ..mlp };
-    let mlp = normed(Place::Mlp, LayerPlan::UngatedMlp(mlp));
+    let mlp_bias = f.flag("mlp_bias", false);
+    let without_gate = |width, names| mlp::Plan { bias: mlp_bias, ..ungated(c, width, activation, names) };
+    let mlp = without_gate(f.required_size("intermediate_size"), ["mixer.up_proj", "mixer.down_proj"]);
+    let mlp = normed(Place::Mlp, LayerPlan::Mlp(mlp));
+    let kinds = kinds(f, layers);
 
     let (scans, groups) = (size("mamba_num_heads", 128), size("n_groups", 8));
     if groups > 0 && !scans.is_multiple_of(groups) {
@@ -83,13 +92,52 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     f.unread(&["time_step_limit", "time_step_max", "time_step_floor", "time_step_rank", "rescale_prenorm_residual"]);
     f.unread(&["chunk_size", "mamba_chunk_size", "use_mamba_kernels", "residual_in_fp32", "mamba_ssm_cache_dtype"]);
     f.unread(&["mamba_proj_bias", "expand", "mamba_expand", "num_logits_to_keep", "rms_norm_eps"]);
+    // Layers that predict further tokens.
+    f.unread(&["num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"]);
+    c.unused = &[("mtp.", FURTHER)];
     f.unread(&["partial_rotary_factor", "rope_theta", "rope_parameters", "rope_scaling"]);
-    f.unread(&["n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_latent_size", "norm_topk_prob"]);
-    f.unread(&["moe_shared_expert_intermediate_size", "num_experts_per_tok", "routed_scaling_factor"]);
-    f.unread(&["n_group", "topk_group"]);
 
-    let blocks = [scan, attention, mlp];
-    c.blocks = kinds(f, layers).into_iter().map(|kind| blocks[kind].clone()).collect();
+    let experts = if kinds.contains(&EXPERTS) {
+        let expert = |width| without_gate(width, ["up_proj", "down_proj"]);
+        let experts = self::experts(c, f, &expert);
+        normed(Place::Mlp, LayerPlan::Moe(experts))
+    } else {
+        f.unread(&["n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_latent_size"]);
+        f.unread(&["moe_shared_expert_intermediate_size", "num_experts_per_tok", "routed_scaling_factor"]);
+        f.unread(&["n_group", "topk_group", "norm_topk_prob", "moe_shared_expert_overlap"]);
+        Vec::new()
+    };
+    let blocks = [scan, attention, mlp, experts];
+    c.blocks = kinds.into_iter().map(|kind| blocks[kind].clone()).collect();
+}
+
+/// Experts without a gate, by sigmoid scores, and one that sees every token.
+fn experts(c: &Config, f: &Fields, expert: &dyn Fn(usize) -> mlp::Plan) -> moe::Plan {
+    let size = |field, default| f.size(field).unwrap_or(default);
+    let count = size("n_routed_experts", 8);
+    // The family's code has one, whatever is said.
+    f.only("n_shared_experts", &[json!(1)]);
+    // Whether a device runs it beside the others.
+    f.unread(&["moe_shared_expert_overlap"]);
+    let [shared, width] =
+        ["moe_shared_expert_intermediate_size", "moe_intermediate_size"].map(|field| size(field, 7688));
+    let one = expert(width);
+    let names = ["fc1_latent_proj", "fc2_latent_proj"];
+    let latent =
+        f.size("moe_latent_size").map(|width| (width, moe::Latent { hidden: c.hidden, bias: one.bias, names }));
+    let one = mlp::Plan { hidden: latent.map_or(c.hidden, |(width, _)| width), bias: false, ..one };
+    let (groups, top_groups) = groups(f, count);
+    let plan = moe::Plan {
+        latent: latent.map(|(_, latent)| latent),
+        shared: Some(moe::Shared::of(expert(shared), "shared_experts")),
+        groups,
+        top_groups,
+        scale: f.positive("routed_scaling_factor").unwrap_or(1.0),
+        names: moe::Names { block: "mixer", ..moe::Names::PLAIN },
+        ..softmax_experts_of(count, chosen_or(f, count, 2), one, false)
+    };
+    groups_hold(f, &plan);
+    sigmoid_experts(f, plan, true)
 }
 
 /// The kind of each layer, by its place in [`WORDS`].

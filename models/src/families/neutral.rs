@@ -40,7 +40,7 @@ impl Config {
             "activation" | "activation_function" | "hidden_activation" => match self.activation()? {
                 Activation::Silu => Some(["silu", "swish"].iter().any(|name| value == name)),
                 Activation::Gelu => is(json!("gelu_pytorch_tanh")),
-                Activation::Clamped(_) => None,
+                Activation::Clamped(_) | Activation::Ungated(_) | Activation::Learned(_) => None,
             },
             "sliding_window" | "sliding_window_size" => {
                 let is_window = |window: &usize| value.as_u64() == Some(*window as u64);
@@ -96,7 +96,7 @@ impl Config {
         })
     }
 
-    /// The activation of all MLPs that have a gate.
+    /// The activation of all MLPs.
     fn activation(&self) -> Option<Activation> {
         let of_experts = self.experts().map(|experts| &experts.expert);
         self.mlps().chain(of_experts).next().map(|mlp| mlp.activation)

@@ -7,8 +7,7 @@ use crate::layers::branch::{self, Beside, Place};
 use crate::layers::heads::{NormOf, QkNorm, Rope};
 use crate::layers::mamba2::Gate;
 use crate::layers::mlp::Activation;
-use crate::layers::ungated_mlp::Curve;
-use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe, ungated_mlp};
+use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe};
 pub(super) use crate::rotary::Asked;
 use crate::rotary::{Rotary, Scaling};
 use samebits_ops::{Activation as Ungated, GroupWorth, Pairing, Scoring};
@@ -164,8 +163,8 @@ pub(super) fn gated(c: &Config, width: usize) -> mlp::Plan {
 }
 
 /// An MLP without a gate of this width, whose matrices have these names.
-pub(super) fn ungated(c: &Config, width: usize, activation: Ungated, names: [&'static str; 2]) -> ungated_mlp::Plan {
-    ungated_mlp::Plan { hidden: c.hidden, width, activation: Curve::Fixed(activation), bias: false, names }
+pub(super) fn ungated(c: &Config, width: usize, activation: Ungated, names: [&'static str; 2]) -> mlp::Plan {
+    mlp::Plan { activation: Activation::Ungated(activation), names: mlp::Names::Ungated(names), ..gated(c, width) }
 }
 
 /// An expert of this width.
@@ -303,6 +302,15 @@ fn within(f: &Fields, count: usize, chosen: usize) -> usize {
     chosen
 }
 
+/// `n_group` and `topk_group` of `count` experts, 1 where the folder does not say.
+pub(super) fn groups(f: &Fields, count: usize) -> (usize, usize) {
+    let [groups, top_groups] = ["n_group", "topk_group"].map(|field| f.size(field).unwrap_or(1));
+    if groups > 0 && !count.is_multiple_of(groups) {
+        f.refuse("n_group", format!("is {groups}; it must divide n_routed_experts {count}"));
+    }
+    (groups, top_groups)
+}
+
 /// A mixture of `count` experts by softmax scores, without groups and shared experts.
 pub(super) fn softmax_experts(f: &Fields, count: usize, expert: mlp::Plan, normalise: bool) -> moe::Plan {
     softmax_experts_of(count, chosen(f, count), expert, normalise)
@@ -314,6 +322,7 @@ pub(super) fn softmax_experts_of(count: usize, chosen: usize, expert: mlp::Plan,
         count,
         chosen,
         expert,
+        latent: None,
         shared: None,
         router_bias: false,
         scoring: Scoring::Softmax,
@@ -327,8 +336,8 @@ pub(super) fn softmax_experts_of(count: usize, chosen: usize, expert: mlp::Plan,
     }
 }
 
-/// What is behind the mixer of each layer: a dense MLP in the first `first_k_dense_replace`, experts in the others.
-pub(super) fn dense_first(f: &Fields, layers: usize, experts: &moe::Plan, dense: &mlp::Plan) -> Vec<LayerPlan> {
+/// Refuses groups that do not hold the experts of a token.
+pub(super) fn groups_hold(f: &Fields, experts: &moe::Plan) {
     let &moe::Plan { count, chosen, groups, top_groups, .. } = experts;
     let held = top_groups.saturating_mul(count / groups.max(1));
     let known = count > 0 && groups > 0 && top_groups > 0;
@@ -336,6 +345,11 @@ pub(super) fn dense_first(f: &Fields, layers: usize, experts: &moe::Plan, dense:
         let why = format!("is {top_groups}; of {groups} groups it must hold num_experts_per_tok {chosen}");
         f.refuse("topk_group", why);
     }
+}
+
+/// What is behind the mixer of each layer: a dense MLP in the first `first_k_dense_replace`, experts in the others.
+pub(super) fn dense_first(f: &Fields, layers: usize, experts: &moe::Plan, dense: &mlp::Plan) -> Vec<LayerPlan> {
+    groups_hold(f, experts);
     let first = f.size_or_zero("first_k_dense_replace");
     let of = |i| if i < first { LayerPlan::Mlp(dense.clone()) } else { LayerPlan::Moe(experts.clone()) };
     (0..layers).map(of).collect()

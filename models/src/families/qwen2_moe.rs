@@ -28,7 +28,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let shared = expert(c, f.required_size("shared_expert_intermediate_size"));
     let experts = softmax_experts(f, first_size(f, &["num_experts", "num_local_experts"]), of_experts, normalise);
     let shared = moe::Shared { mlp: shared, name: Some("shared_expert"), gate: Some("shared_expert_gate") };
-    let experts = moe::Plan { shared: Some(shared), ..experts };
+    let experts = moe::Plan { shared: Some(Box::new(shared)), ..experts };
     let rope = rope(c, f, heads.key_dim, Some(10_000.0));
     let dense = gated(c, f.required_size("intermediate_size"));
     let block = |(is_sparse, window)| {

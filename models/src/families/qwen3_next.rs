@@ -26,7 +26,7 @@ pub(super) fn experts(c: &Config, f: &Fields, normalise: bool) -> moe::Plan {
     let shared = expert(c, f.required_size("shared_expert_intermediate_size"));
     let shared = moe::Shared { mlp: shared, name: Some("shared_expert"), gate: Some("shared_expert_gate") };
     let experts = softmax_experts(f, f.required_size("num_experts"), of_experts, normalise);
-    moe::Plan { shared: Some(shared), ..experts }
+    moe::Plan { shared: Some(Box::new(shared)), ..experts }
 }
 
 /// All that does not belong to the MLPs, of which each block has one.

@@ -5,7 +5,7 @@ use super::parts::{Missing, activation, attention, heads, pre_norm, rope, ungate
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::norm::Kind;
-use crate::layers::{LayerPlan, attend, attention, ungated_mlp};
+use crate::layers::{LayerPlan, attend, attention, mlp};
 use samebits_ops::Activation;
 
 pub(super) const FAMILY: Family = Family { eps: "norm_epsilon", tied: true, ..Family::of("starcoder2", read) };
@@ -21,6 +21,6 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let mixer = attention::Plan { bias, o_bias: bias, ..attention(c, heads, rope) };
     let activation = activation(f, "hidden_act", Activation::GeluTanh);
     let mlp = ungated(c, f.required_size("intermediate_size"), activation, ["mlp.c_fc", "mlp.c_proj"]);
-    let mlp = ungated_mlp::Plan { bias, ..mlp };
-    c.blocks = vec![pre_norm(LayerPlan::Attention(mixer), LayerPlan::UngatedMlp(mlp)); layers];
+    let mlp = mlp::Plan { bias, ..mlp };
+    c.blocks = vec![pre_norm(LayerPlan::Attention(mixer), LayerPlan::Mlp(mlp)); layers];
 }

@@ -27,8 +27,10 @@ pub struct Plan {
     pub chosen: usize,
     /// An expert.
     pub expert: mlp::Plan,
+    /// Where the experts are of another width than the residual stream: how their rows come from it, and go back to it.
+    pub latent: Option<Latent>,
     /// The experts that see every token.
-    pub shared: Option<Shared>,
+    pub shared: Option<Box<Shared>>,
     /// A bias on the router.
     pub router_bias: bool,
     /// How router logits become scores.
@@ -49,6 +51,17 @@ pub struct Plan {
     pub names: Names,
 }
 
+/// The products before and behind experts of a width of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Latent {
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Whether they have biases.
+    pub bias: bool,
+    /// Their names behind that of the block.
+    pub names: [&'static str; 2],
+}
+
 /// Experts that see every token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shared {
@@ -58,6 +71,13 @@ pub struct Shared {
     pub name: Option<&'static str>,
     /// The name of a row of weights there, where they are multiplied with the sigmoid of its product.
     pub gate: Option<&'static str>,
+}
+
+impl Shared {
+    /// They behind this name, without a gate.
+    pub(crate) fn of(mlp: mlp::Plan, name: &'static str) -> Box<Shared> {
+        Box::new(Shared { mlp, name: Some(name), gate: None })
+    }
 }
 
 /// A number for each expert that decides the choice and is no parameter.
@@ -90,7 +110,7 @@ pub struct Names {
 pub enum ExpertNames {
     /// Each has matrices of its own, behind `experts` and its number.
     Each,
-    /// Two tensors of all experts: gate and up, `[E,2F,hidden]`, and down, `[E,hidden,F]`.
+    /// Two tensors of all experts: gate and up, `[E,2F,hidden]`, or up alone, and down, `[E,hidden,F]`.
     Stacked(Stacked),
 }
 
@@ -123,10 +143,12 @@ impl Plan {
     /// What it no longer holds, where it was changed.
     pub(crate) fn check(&self, hidden: usize, tables: &[Rotary]) -> Result<(), &'static str> {
         let &Plan { count, chosen, groups, top_groups, .. } = self;
-        let shared = self.shared.as_ref().map(|shared| &shared.mlp);
-        [Some(&self.expert), shared].into_iter().flatten().try_for_each(|p| p.check(hidden, tables))?;
+        self.expert.check(self.latent.map_or(hidden, |_| self.expert.hidden), tables)?;
+        self.shared.as_ref().map_or(Ok(()), |shared| shared.mlp.check(hidden, tables))?;
         if ![count, chosen, groups, top_groups].into_iter().all(is_size) {
             Err(SIZES)
+        } else if self.latent.is_some_and(|latent| latent.hidden != hidden) {
+            Err("its layers have the width of the residual stream")
         } else if !count.is_multiple_of(groups) {
             Err("groups are of as many experts each")
         } else {
@@ -147,6 +169,7 @@ pub(crate) struct Moe {
     /// Added to the scores for the choice alone.
     choice_bias: Option<Tensor>,
     experts: Mlp,
+    latent: Option<[Linear; 2]>,
     shared: Option<SharedExperts>,
 }
 
@@ -166,6 +189,8 @@ pub(crate) struct Saved {
     gathered: Tensor,
     made: Tensor,
     by_expert: Vec<mlp::Saved>,
+    /// The sum of experts of a width of their own.
+    latent: Option<Tensor>,
     shared: Option<SavedShared>,
 }
 
@@ -180,7 +205,8 @@ type ByExpert = (Tensor, Vec<mlp::Saved>);
 
 impl Moe {
     pub fn load(loader: &mut Loader, plan: &Plan) -> Result<Moe, ModelError> {
-        let (Names { block, router, experts }, hidden) = (plan.names, plan.expert.hidden);
+        let Names { block, router, experts } = plan.names;
+        let hidden = plan.latent.map_or(plan.expert.hidden, |latent| latent.hidden);
         let router = loader.linear(&format!("{block}.{router}"), plan.count, hidden, plan.router_bias)?;
         let choice_bias = match plan.choice_bias {
             None => None,
@@ -192,12 +218,18 @@ impl Moe {
             }
         };
         let experts = match experts {
-            ExpertNames::Each => (0..plan.count)
-                .map(|e| Mlp::load_as(loader, &format!("{block}.experts.{e}."), &plan.expert))
-                .collect::<Result<_, _>>()?,
+            ExpertNames::Each => Mlp::load_each(loader, &format!("{block}.experts"), plan.count, &plan.expert)?,
             ExpertNames::Stacked(stacked) => Mlp::load_stacked(loader, block, &stacked, plan.count, &plan.expert)?,
         };
-        let shared = match &plan.shared {
+        let latent = match plan.latent {
+            None => None,
+            Some(Latent { names: [narrow, widen], bias, .. }) => {
+                let width = plan.expert.hidden;
+                let narrow = loader.linear(&format!("{block}.{narrow}"), width, hidden, bias)?;
+                Some([narrow, loader.linear(&format!("{block}.{widen}"), hidden, width, bias)?])
+            }
+        };
+        let shared = match plan.shared.as_deref() {
             None => None,
             Some(Shared { mlp, name, gate }) => {
                 let prefix = name.map_or(String::new(), |name| format!("{block}.{name}."));
@@ -206,7 +238,7 @@ impl Moe {
                 Some(SharedExperts { mlp, gate })
             }
         };
-        Ok(Moe { plan: plan.clone(), router, choice_bias, experts: Mlp::stack(experts), shared })
+        Ok(Moe { plan: plan.clone(), router, choice_bias, experts, latent, shared })
     }
 
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
@@ -215,6 +247,7 @@ impl Moe {
             *bias = Backend::upload(device, bias.view())?;
         }
         self.experts.move_to(cpu, device)?;
+        self.latent.iter_mut().flatten().try_for_each(|linear| linear.move_to(cpu, device))?;
         self.shared.as_mut().map_or(Ok(()), |shared| shared.move_to(cpu, device))
     }
 
@@ -241,33 +274,43 @@ impl Moe {
         }
         pass.see("expert_weights", &mut weight)?;
 
-        let mut made = pass.empty(DType::Fp32, &[n * chosen, y.shape()[1]])?;
+        let low = self.latent.as_ref().map(|[narrow, _]| narrow.apply(pass, a.view(), pass.dtype)).transpose()?;
+        let read = low.as_ref().unwrap_or(a);
+        let mut made = pass.empty(DType::Fp32, &[n * chosen, read.shape()[1]])?;
         let (rows, kept);
         let rows = match choices {
             Some(choices) => {
-                self.experts.apply_chosen(pass, (a, chosen), &choice, &mut made)?;
+                self.experts.apply_chosen(pass, (read, chosen), &choice, &mut made)?;
                 kept = None;
                 choices.view(&[n, chosen])?
             }
             None => {
-                (rows, kept) = self.apply_by_expert(pass, &experts, a, &mut made)?;
+                (rows, kept) = self.apply_by_expert(pass, &experts, read, &mut made)?;
                 TensorRef::new(&rows, &[n, chosen])?
             }
         };
-        let (x, none) = ([("x", made.view()), ("row", rows), ("weight", weight.view())], Attributes::new());
-        let mut of_shared = None;
-        match &self.shared {
-            None => pass.op("combine", &none, &x, [("y", y.view_mut())])?,
-            Some(shared) => {
-                let added;
-                (added, of_shared) = shared.forward(pass, a)?;
-                let [x, row, weight] = x;
-                pass.op("combine", &none, &[x, row, weight, ("shared", added.view())], [("y", y.view_mut())])?;
+        let (mut inputs, none) =
+            (vec![("x", made.view()), ("row", rows), ("weight", weight.view())], Attributes::new());
+        let (added, of_shared) = self.shared.as_ref().map(|shared| shared.forward(pass, a)).transpose()?.unzip();
+        let mut sum = None;
+        if let Some([_, widen]) = &self.latent {
+            let mut low = pass.empty(pass.dtype, read.shape())?;
+            pass.op("combine", &none, &inputs, [("y", low.view_mut())])?;
+            match &added {
+                None => widen.apply_to(pass, 0, low.view(), y.view_mut())?,
+                Some(added) => {
+                    let wide = widen.apply(pass, low.view(), DType::Fp32)?;
+                    pass.op("add", &none, &[("a", wide.view()), ("b", added.view())], [("y", y.view_mut())])?;
+                }
             }
+            sum = Some(low);
+        } else {
+            inputs.extend(added.as_ref().map(|added| ("shared", added.view())));
+            pass.op("combine", &none, &inputs, [("y", y.view_mut())])?;
         }
         Ok(kept.map(|(gathered, by_expert)| {
-            let shared = of_shared;
-            Saved { logits, experts, weight, gathered, made, by_expert, shared }
+            let (latent, shared) = (sum, of_shared.flatten());
+            Saved { logits, experts, weight, gathered, made, by_expert, latent, shared }
         }))
     }
 
@@ -299,7 +342,7 @@ impl Moe {
     /// From `dy[n,hidden]` in f32: that of a, in f32.
     pub fn backward(&self, back: &mut Backward, a: &Tensor, saved: Saved, dy: &Tensor) -> Result<Tensor, ModelError> {
         let (chosen, mask, f32) = (self.plan.chosen, back.mask, DType::Fp32);
-        let Saved { logits, experts, weight, gathered, made, by_expert: of_experts, shared } = saved;
+        let Saved { logits, experts, weight, gathered, made, by_expert: of_experts, latent, shared } = saved;
         let from_shared = match (&self.shared, shared) {
             (Some(shared), Some(saved)) => Some(shared.backward(back, a, saved, dy)?),
             _ => None,
@@ -307,6 +350,11 @@ impl Moe {
         let (order, rows) = by_expert(&experts);
         let rows = Tensor::new(rows, weight.shape())?;
 
+        let dlow = match (&self.latent, &latent) {
+            (Some([_, widen]), Some(sum)) => Some(widen.backward(back, 0, sum.view(), dy.view(), mask, f32)?),
+            _ => None,
+        };
+        let dy = dlow.as_ref().unwrap_or(dy);
         let (mut dmade, mut dweight) = (back.pass.empty(f32, made.shape())?, back.pass.empty(f32, weight.shape())?);
         let inputs = [("x", made.view()), ("row", rows.view()), ("weight", weight.view()), ("dy", dy.view())];
         let outputs = [("dx", dmade.view_mut()), ("dweight", dweight.view_mut())];
@@ -325,11 +373,19 @@ impl Moe {
             first = part.end;
             back.write_rows(&dx, &mut dgathered, part.start)?;
         }
-        let mut from_experts = back.pass.empty(f32, a.shape())?;
+        let mut from_experts = back.pass.empty(f32, dy.shape())?;
         let ones = Tensor::new(vec![1f32; experts.len()], weight.shape())?;
         let mut inputs = vec![("x", dgathered.view()), ("row", rows.view()), ("weight", ones.view())];
-        inputs.extend(from_shared.as_ref().map(|shared| ("shared", shared.view())));
+        if self.latent.is_none() {
+            inputs.extend(from_shared.as_ref().map(|shared| ("shared", shared.view())));
+        }
         back.pass.op("combine", &Attributes::new(), &inputs, [("y", from_experts.view_mut())])?;
+        if let Some([narrow, _]) = &self.latent {
+            from_experts = narrow.backward(back, 0, a.view(), from_experts.view(), mask, f32)?;
+            if let Some(shared) = from_shared {
+                from_experts = back.sum(from_experts, shared)?;
+            }
+        }
 
         let mut dlogits = self.route_backward(back, &logits, &experts, &dweight)?;
         back.see("drouter", &mut dlogits)?;

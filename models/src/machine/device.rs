@@ -93,11 +93,11 @@ impl Machine for Device {
     fn choices(&self, config: &Config, dtype: DType, tokens: usize) -> Result<Option<Index>, Error> {
         let mut all = config.experts();
         let Some(experts) = all.next() else { return Ok(None) };
-        let of = |plan: &moe::Plan| (plan.chosen, plan.expert.width);
+        let of = |plan: &moe::Plan| (plan.chosen, plan.expert.hidden, plan.expert.width);
         if all.any(|other| of(other) != of(experts)) {
             return Ok(None);
         }
-        if [config.hidden, experts.expert.width].iter().any(|k| !(k * dtype.size()).is_multiple_of(16)) {
+        if [experts.expert.hidden, experts.expert.width].iter().any(|k| !(k * dtype.size()).is_multiple_of(16)) {
             return Ok(None);
         }
         let limit = tokens * experts.chosen;
