@@ -44,6 +44,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     // The family's code has no such head, and no such biases.
     f.only("tie_word_embeddings", &[json!(false)]);
     f.only("attention_bias", &[json!(false)]);
+    c.unused = &[("mtp.", FURTHER)];
     (c.stack, c.table, c.final_norm) = ("backbone.layers", "backbone.embeddings", "backbone.norm_f");
     let size = |field, default| f.size(field).unwrap_or(default);
     let normed = |place, layer| vec![branch::Plan::normed(place, "norm", layer)];
@@ -94,7 +95,6 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     f.unread(&["mamba_proj_bias", "expand", "mamba_expand", "num_logits_to_keep", "rms_norm_eps"]);
     // Layers that predict further tokens.
     f.unread(&["num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"]);
-    c.unused = &[("mtp.", FURTHER)];
     f.unread(&["partial_rotary_factor", "rope_theta", "rope_parameters", "rope_scaling"]);
 
     let experts = if kinds.contains(&EXPERTS) {
