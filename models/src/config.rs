@@ -1225,7 +1225,10 @@ mod tests {
             (json!({"hybrid_override_pattern": "M*X"}), "`hybrid_override_pattern` has \"X\"; supported are"),
             (json!({"layers_block_type": ["mlp", "rnn"]}), "`layers_block_type` has \"rnn\"; supported are"),
             (json!({"layer_types": ["moe"], "n_shared_experts": 2}), "`n_shared_experts` is 2"),
-            (json!({"layer_types": ["moe"], "num_experts_per_tok": 9}), "`num_experts_per_tok` is 9; there are 8 experts"),
+            (
+                json!({"layer_types": ["moe"], "num_experts_per_tok": 9}),
+                "`num_experts_per_tok` is 9; there are 8 experts",
+            ),
             (json!({"layer_types": ["moe"], "n_group": 3}), "`n_group` is 3; it must divide"),
             (json!({"layer_types": ["moe"], "n_group": 2, "topk_group": 3}), "`topk_group` is 3"),
             (json!({"hybrid_override_pattern": "M", "num_hidden_layers": 2}), "must have a kind for each of 2 layers"),

@@ -94,7 +94,6 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     f.unread(&["mamba_proj_bias", "expand", "mamba_expand", "num_logits_to_keep", "rms_norm_eps"]);
     // Layers that predict further tokens.
     f.unread(&["num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"]);
-    c.unused = &[("mtp.", FURTHER)];
     f.unread(&["partial_rotary_factor", "rope_theta", "rope_parameters", "rope_scaling"]);
 
     let experts = if kinds.contains(&EXPERTS) {
@@ -107,6 +106,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         f.unread(&["n_group", "topk_group", "norm_topk_prob", "moe_shared_expert_overlap"]);
         Vec::new()
     };
+    c.unused = &[("mtp.", FURTHER)];
     let blocks = [scan, attention, mlp, experts];
     c.blocks = kinds.into_iter().map(|kind| blocks[kind].clone()).collect();
 }
