@@ -54,6 +54,8 @@ ALONE = dict.fromkeys(["num_attention_heads", "num_key_value_heads", "intermedia
 SCAN = dict(mamba_d_state=10, mamba_chunk_size=4)
 DELTA = dict(rms_norm_eps=1e-4, layer_types=["linear_attention", "full_attention"])
 NEMOTRON = dict(head_dim=14, ssm_state_size=10, mamba_num_heads=6, mamba_head_dim=12, chunk_size=4)
+KIMI = dict(rms_norm_eps=1e-3, tie_word_embeddings=False, q_lora_rank=None, kv_lora_rank=18, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=9, num_experts_per_tok=2,
+            moe_intermediate_size=26)
 ROPE = lambda theta: dict(rope_type="default", rope_theta=theta)
 BY_TYPE = lambda full, sliding: dict(full_attention=full, sliding_attention=sliding)
 SHAPES = {
@@ -117,15 +119,14 @@ SHAPES = {
                          dict(SCAN, mamba_n_heads=6, num_local_experts=4, num_experts_per_tok=2, intermediate_size=30,
                               shared_intermediate_size=40, attention_bias=True, position_embedding_type="nope",
                               layer_types=["linear_attention", "full_attention"], mamba_proj_bias=True)],
-    "NemotronH": [dict(NEMOTRON, n_groups=1, time_step_min=0.2, layers_block_type=["linear_attention", "full_attention"]),
+    "NemotronH": [dict(NEMOTRON, n_groups=1, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=26, norm_topk_prob=False,
+                       moe_shared_expert_intermediate_size=36, time_step_min=0.2,
+                       layers_block_type=["moe", "linear_attention", "full_attention"]),
                   dict(NEMOTRON, n_groups=3, use_bias=True, mlp_bias=True, layers_block_type=["mlp", "linear_attention", "full_attention"]),
                   dict(NEMOTRON, n_groups=2, use_conv_bias=False, conv_kernel=2, time_step_min=0.5, mlp_hidden_act="gelu",
-                       layers_block_type=["full_attention", "linear_attention", "mlp"]),
-                  dict(NEMOTRON, n_groups=2, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=26, norm_topk_prob=False,
-                       moe_shared_expert_intermediate_size=36, layers_block_type=["moe", "linear_attention", "full_attention"]),
-                  dict(NEMOTRON, n_groups=1, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=30, moe_latent_size=20,
-                       moe_shared_expert_intermediate_size=44, n_group=2, topk_group=1, routed_scaling_factor=1.5,
-                       layers_block_type=["full_attention", "moe"])],
+                       n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=30, moe_latent_size=20, n_group=2, topk_group=1,
+                       moe_shared_expert_intermediate_size=44, routed_scaling_factor=1.5,
+                       layers_block_type=["full_attention", "moe", "linear_attention", "mlp"])],
     "FalconH1": [dict(SCAN, mamba_d_ssm=60, mamba_n_heads=5, mamba_rms_norm=True, attention_in_multiplier=0.7,
                       ssm_multipliers=[0.5, 1.5, 0.8, 1.3, 0.6]),
                  dict(SCAN, mamba_d_ssm=None, mamba_n_heads=6, mamba_n_groups=3, mamba_rms_norm=True, mamba_norm_before_gate=False,
@@ -153,7 +154,8 @@ SHAPES = {
                         linear_num_value_heads=4, linear_key_head_dim=14, linear_value_head_dim=10, linear_conv_kernel_dim=3,
                         layer_types=["full_attention", "linear_attention", "linear_attention"]),
                    dict(DELTA, **EXPERTS, shared_expert_intermediate_size=46, head_dim=12, linear_num_key_heads=3,
-                        linear_num_value_heads=3, linear_key_head_dim=10, linear_value_head_dim=12)],
+                        linear_num_value_heads=3, linear_key_head_dim=10, linear_value_head_dim=12,
+                        rope_parameters=dict(ROPE(1e6), partial_rotary_factor=0.5))],
     "OlmoHybrid": [dict(DELTA, linear_num_key_heads=5, linear_num_value_heads=5, linear_key_head_dim=7, linear_value_head_dim=14,
                         rope_parameters=dict(rope_type="default", rope_theta=None)),
                    dict(DELTA, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=9,
@@ -161,6 +163,11 @@ SHAPES = {
                         layer_types=["full_attention", "linear_attention", "linear_attention"]),
                    dict(DELTA, linear_num_key_heads=3, linear_num_value_heads=3, linear_conv_kernel_dim=2, rms_norm_eps=1e-4,
                         rope_parameters=ROPE(5e5))],
+    "KimiLinear": [dict(KIMI, num_key_value_heads=5, num_local_experts=4, n_shared_experts=1, linear_num_heads=3, linear_head_dim=11,
+                        layer_types=["linear_attention", "full_attention"]),
+                   dict(KIMI, num_key_value_heads=3, q_lora_rank=20, num_local_experts=6, n_shared_experts=2, n_group=2, topk_group=1,
+                        linear_num_heads=2, linear_head_dim=16, linear_conv_kernel_dim=3, attention_bias=True, norm_topk_prob=False,
+                        layer_types=["full_attention", "linear_attention", "linear_attention"])],
     "Arcee": [dict(mlp_bias=True), dict(head_dim=14, attention_bias=True), dict(rope_parameters=dict(checkpoints.YARN, factor=2.0))],
     "Starcoder2": [dict(sliding_window=4), dict(use_bias=False), dict(norm_epsilon=1e-3, hidden_act="gelu")],
     "GPT2": [dict(n_inner=70), dict(scale_attn_weights=False, activation_function="gelu"),
