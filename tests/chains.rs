@@ -210,7 +210,7 @@ fn tied_router() -> tempfile::TempDir {
 #[test]
 fn a_mutant_is_traced_to_its_layer() {
     let ties = tied_router();
-    let cases: [(PathBuf, ModelMutation, &str); 11] = [
+    let cases: [(PathBuf, ModelMutation, &str); 12] = [
         // The first layer's keys are right; the second reads what nobody wrote.
         (checkpoint("llama3"), ModelMutation::UnwrittenKey, "layers.1.attention"),
         (checkpoint("qwen3"), ModelMutation::PositionAfterChunk, "layers.0.q"),
@@ -223,6 +223,7 @@ fn a_mutant_is_traced_to_its_layer() {
         (checkpoint("lfm2"), ModelMutation::NarrowState, "layers.0.conv"),
         (checkpoint("qwen3-next"), ModelMutation::NarrowState, "layers.0.q_conv"),
         (checkpoint("qwen3-next"), ModelMutation::RuleForgets, "layers.0.rule"),
+        (checkpoint("kimi-linear"), ModelMutation::RuleForgets, "layers.0.rule"),
         // The last token is kept in bf16 anyway.
         (checkpoint("rwkv7"), ModelMutation::NarrowState, "layers.0.wkv"),
         (checkpoint("rwkv7"), ModelMutation::ShiftAfterChunk, "layers.0.decay"),

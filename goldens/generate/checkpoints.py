@@ -118,6 +118,9 @@ MODELS = {
     "qwen3-5": ("Qwen3_5", dict(BASE, **DELTA, head_dim=16, attention_bias=True, tie_word_embeddings=True), 24, "bf16"),
     "qwen3-5-moe": ("Qwen3_5Moe", dict(BASE, **DELTA, **dict(SPARSE, num_experts=5, num_experts_per_tok=2), head_dim=16), 12, "bf16"),
     "olmo-hybrid": ("OlmoHybrid", dict(BASE, **dict(DELTA, linear_value_head_dim=24), rope_parameters=dict(rope_type="default", rope_theta=None)), 24, "bf16"),
+    "kimi-linear": ("KimiLinear", dict(LATENT, rms_norm_eps=1e-3, q_lora_rank=None, n_routed_experts=None, num_local_experts=6, n_shared_experts=1,
+                                       linear_num_heads=3, linear_head_dim=16, layer_types=["linear_attention", "full_attention",
+                                                                                            "linear_attention"]), 12, "bf16"),
     "arcee": ("Arcee", dict(BASE, num_hidden_layers=2, head_dim=16, mlp_bias=True), 24, "bf16"),
     "starcoder2": ("Starcoder2", dict(BASE, num_hidden_layers=2, sliding_window=9, tie_word_embeddings=True), 24, "bf16"),
     "gpt2": ("GPT2", dict(TOKENS, n_embd=48, n_layer=3, n_head=4, n_positions=64, n_inner=80,
@@ -190,7 +193,7 @@ def weights(model, generator):
                 tensor.copy_(noise * 0.2 + (0.0 if offset and "linear_attn" not in name else 1.0))
             elif any(table in name for table in ("embed_tokens", "wte", "wpe", "embed_in", "embeddings")):
                 tensor.copy_(noise * 0.5)
-            elif "conv1d" in name and model.config.model_type == "olmo_hybrid":
+            elif "conv1d" in name and model.config.model_type in ("olmo_hybrid", "kimi_linear"):
                 # Its norm before a gate has an eps of its own. What silu makes of large numbers is mostly above 0, so that few
                 # queries stand at a right angle to keys.
                 tensor.copy_(noise * 2.0)
@@ -237,12 +240,20 @@ def run(folder, tokens, dtype, noise=None):
 
 def save(model, folder):
     """The folder of a model. That of OLMo Hybrid as published ones are: transformers cuts the convolution of a layer into thirds,
-    whatever the widths, and calls a norm of layers that attend as one of the others."""
+    whatever the widths, and calls a norm of layers that attend as one of the others. That of Kimi Linear too: transformers calls an
+    MLP as if it were of experts."""
     model.save_pretrained(folder)
     c, path = model.config, folder / "model.safetensors"
-    if c.model_type != "olmo_hybrid":
+    if c.model_type not in ("olmo_hybrid", "kimi_linear"):
         return
     tensors = load_file(path)
+    if c.model_type == "kimi_linear":
+        for number in (i for i, kind in enumerate(c.mlp_layer_types) if kind == "dense"):
+            for part in ("gate", "up", "down"):
+                name = f"model.layers.{number}.block_sparse_moe.{part}_proj.weight"
+                tensors[name.replace("block_sparse_moe", "mlp")] = tensors.pop(name)
+        save_file(tensors, path, metadata={"format": "pt"})
+        return
     keys, values = (getattr(c, f"linear_num_{of}_heads") * getattr(c, f"linear_{of}_head_dim") for of in ("key", "value"))
     for number, kind in enumerate(c.layer_types):
         layer = f"model.layers.{number}."

@@ -34,7 +34,7 @@ SKETCH, WHOLE, BATCHES, SEQUENCES = 16, 160, 8, 64
 ENTROPY, WITH_ENTROPY = 0.02, ("gemma2", "qwen3", "qwen3-moe")
 # The one of phi3 is beyond its original positions.
 LENGTHS = {"phi3": 36, "mixtral": 12, "olmoe": 12, "qwen3-moe": 12, "qwen2-moe": 11, "granite-moe": 12, "granite-4-moe": 10, "nemotron-3": 10, "nemotron-3-latent": 10, "hunyuan-moe": 12, "glm4-moe": 12,
-           "minimax-m2": 12, "gpt-oss": 12, "ernie4-5-moe": 12, "dots1": 12, "lfm2-moe": 10, "qwen3-next": 12, "qwen3-5-moe": 12, "deepseek-v2": 12, "deepseek-v3": 12}
+           "minimax-m2": 12, "gpt-oss": 12, "ernie4-5-moe": 12, "dots1": 12, "lfm2-moe": 10, "qwen3-next": 12, "qwen3-5-moe": 12, "kimi-linear": 12, "deepseek-v2": 12, "deepseek-v3": 12}
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
@@ -84,7 +84,7 @@ def split(model, folder, gradients):
     family = model.config.model_type
     # Mixtral's names, and those of what is like it.
     mixtral = family in ("mixtral", "minimax_m2")
-    gate, up, down = ("w1", "w3", "w2") if mixtral or family == "lfm2_moe" else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = ("w1", "w3", "w2") if mixtral or family in ("lfm2_moe", "kimi_linear") else ("gate_proj", "up_proj", "down_proj")
     found = {}
     for name, gradient in gradients.items():
         if name.endswith("e_score_correction_bias"):
@@ -96,7 +96,13 @@ def split(model, folder, gradients):
             recurs = model.config.layer_types[int(name.split(".")[2])] == "linear_attention"
             for module, stem in [("input_layernorm", "attention_layer_norm"), ("post_attention_layernorm", "feedforward_layer_norm")]:
                 name = name.replace(module, stem) if recurs else name
-            if name.endswith("linear_attn.conv1d.weight"):
+        if family == "kimi_linear":
+            name = name.replace("forget_gate.", "")
+            if name.split(".")[1] == "layers" and model.config.mlp_layer_types[int(name.split(".")[2])] == "sparse":
+                name = name.replace(".mlp.", ".block_sparse_moe.")
+            base = name.rsplit(".", 1)[0]
+        if family in ("olmo_hybrid", "kimi_linear"):
+            if name.endswith("attn.conv1d.weight"):
                 parts = [name.replace("conv1d", f"{of}_conv1d") for of in "qkv"]
                 found |= dict(zip(parts, gradient.split([len(stored[part]) for part in parts])))
                 continue

@@ -54,6 +54,8 @@ ALONE = dict.fromkeys(["num_attention_heads", "num_key_value_heads", "intermedia
 SCAN = dict(mamba_d_state=10, mamba_chunk_size=4)
 DELTA = dict(rms_norm_eps=1e-4, layer_types=["linear_attention", "full_attention"])
 NEMOTRON = dict(head_dim=14, ssm_state_size=10, mamba_num_heads=6, mamba_head_dim=12, chunk_size=4)
+KIMI = dict(rms_norm_eps=1e-3, tie_word_embeddings=False, q_lora_rank=None, kv_lora_rank=18, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=9, num_experts_per_tok=2,
+            moe_intermediate_size=26)
 ROPE = lambda theta: dict(rope_type="default", rope_theta=theta)
 BY_TYPE = lambda full, sliding: dict(full_attention=full, sliding_attention=sliding)
 SHAPES = {
@@ -161,6 +163,11 @@ SHAPES = {
                         layer_types=["full_attention", "linear_attention", "linear_attention"]),
                    dict(DELTA, linear_num_key_heads=3, linear_num_value_heads=3, linear_conv_kernel_dim=2, rms_norm_eps=1e-4,
                         rope_parameters=ROPE(5e5))],
+    "KimiLinear": [dict(KIMI, num_key_value_heads=5, num_local_experts=4, n_shared_experts=1, linear_num_heads=3, linear_head_dim=11,
+                        layer_types=["linear_attention", "full_attention"]),
+                   dict(KIMI, num_key_value_heads=3, q_lora_rank=20, num_local_experts=6, n_shared_experts=2, n_group=2, topk_group=1,
+                        linear_num_heads=2, linear_head_dim=16, linear_conv_kernel_dim=3, attention_bias=True, norm_topk_prob=False,
+                        layer_types=["full_attention", "linear_attention", "linear_attention"])],
     "Arcee": [dict(mlp_bias=True), dict(head_dim=14, attention_bias=True), dict(rope_parameters=dict(checkpoints.YARN, factor=2.0))],
     "Starcoder2": [dict(sliding_window=4), dict(use_bias=False), dict(norm_epsilon=1e-3, hidden_act="gelu")],
     "GPT2": [dict(n_inner=70), dict(scale_attn_weights=False, activation_function="gelu"),

@@ -936,6 +936,10 @@ mod tests {
                 json!({"architectures": ["OlmoHybridForCausalLM"], "attention_bias": false, "hidden_act": "silu", "intermediate_size": 80, "layer_types": ["linear_attention", "full_attention"], "linear_a_log_max": 16.0, "linear_a_log_min": 0.0, "linear_allow_neg_eigval": true, "linear_conv_kernel_dim": 4, "linear_dt_init_floor": 0.0001, "linear_dt_max": 0.1, "linear_dt_min": 0.001, "linear_key_head_dim": 9, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_value_head_dim": 18, "max_position_embeddings": 65536, "model_type": "olmo_hybrid", "num_key_value_heads": 4, "pad_token_id": 0, "rms_norm_eps": 1e-06, "rope_parameters": {"rope_theta": null, "rope_type": "default"}, "tie_word_embeddings": false}),
             ),
             (
+                "Kimi-Linear-48B-A3B",
+                json!({"architectures": ["KimiLinearForCausalLM"], "first_k_dense_replace": 1, "head_dim": 72, "hidden_act": "silu", "kv_lora_rank": 24, "linear_attn_config": {"full_attn_layers": [2], "head_dim": 12, "kda_layers": [1], "num_heads": 3, "short_conv_kernel_size": 4}, "mla_use_nope": true, "model_max_length": 1048576, "model_type": "kimi_linear", "moe_intermediate_size": 24, "moe_layer_freq": 1, "moe_renormalize": true, "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "num_experts": 8, "num_experts_per_token": 3, "num_nextn_predict_layers": 0, "num_shared_experts": 1, "pad_token_id": 0, "q_lora_rank": null, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "rope_scaling": null, "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "tie_word_embeddings": false, "topk_group": 1, "use_grouped_topk": true, "v_head_dim": 12}),
+            ),
+            (
                 "granite-4.0-h-1b",
                 json!({"model_type": "granitemoehybrid", "attention_bias": false, "attention_multiplier": 0.0078125, "embedding_multiplier": 12, "hidden_act": "silu", "init_method": "mup", "intermediate_size": 96, "layer_types": ["mamba", "attention"], "logits_scaling": 6, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 131072, "normalization_function": "rmsnorm", "num_experts_per_tok": 0, "num_key_value_heads": 2, "num_local_experts": 0, "output_router_logits": false, "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000, "router_aux_loss_coef": 0.01, "shared_intermediate_size": 96, "tie_word_embeddings": true}),
             ),
@@ -1089,6 +1093,49 @@ mod tests {
             if name == "Mistral without a window" {
                 assert_eq!(config.windows(), [Some(4096); 2]);
             }
+        }
+    }
+
+    /// Kimi Linear has the sizes and the numbers of its recurring layers in an object, from 1 on.
+    #[test]
+    fn layers_of_kimi_linear() {
+        let kimi = |changes: Value| {
+            let sizes = json!({"num_hidden_layers": 6, "head_dim": null, "num_key_value_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_token": 3, "num_shared_experts": 1, "routed_scaling_factor": 2.0, "linear_num_heads": 3, "linear_head_dim": 12, "linear_conv_kernel_dim": 4, "rope_parameters": null});
+            let config = read("kimi_linear", with(&sizes, changes))?;
+            let kind = |plan: &LayerPlan| match plan {
+                LayerPlan::DeltaRule(plan) => format!("{}", plan.key_heads),
+                LayerPlan::LatentAttention(_) => "*".into(),
+                LayerPlan::Mlp(_) => "-".into(),
+                LayerPlan::Moe(_) => "=".into(),
+                other => panic!("{other:?}"),
+            };
+            Ok::<String, String>(config.plans().map(kind).collect())
+        };
+        assert_eq!(kimi(json!({})).unwrap(), "3-3=3=3=*=3=");
+        let object = |full: Value, kda: Value| json!({"linear_attn_config": {"num_heads": 2, "head_dim": 12, "full_attn_layers": full, "kda_layers": kda}, "linear_num_heads": null});
+        let lists = object(json!([6, 1]), json!([2, 3, 4, 5]));
+        assert_eq!(kimi(with(&lists, json!({"first_k_dense_replace": 0}))).unwrap(), "*=2=2=2=2=*=");
+        for (changes, refused) in [
+            (object(json!([6, 1]), json!([2, 3, 4])), "must name each of 6 layers once"),
+            (object(json!([6, 1]), json!([1, 2, 3, 4, 5])), "must name each of 6 layers once"),
+            (object(json!([7, 1]), json!([2, 3, 4, 5, 6])), "must name each of 6 layers once"),
+            (
+                with(&lists, json!({"linear_num_heads": 3})),
+                "`linear_num_heads` is 3, but linear_attn_config.num_heads is 2",
+            ),
+            (
+                json!({"linear_attn_config": {"num_heads": 0}, "linear_num_heads": null}),
+                "`linear_attn_config.num_heads` is 0",
+            ),
+            (json!({"linear_attn_config": {"gate": 1}}), "`linear_attn_config.gate` is 1"),
+            (json!({"mla_use_nope": false}), "`mla_use_nope` is false"),
+            (
+                json!({"num_shared_experts": null, "routed_scaling_factor": null, "q_lora_rank": 0}),
+                "`q_lora_rank` is 0",
+            ),
+        ] {
+            let found = kimi(changes).unwrap_err();
+            assert!(found.contains(refused), "{refused}: {found}");
         }
     }
 

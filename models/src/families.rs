@@ -24,6 +24,7 @@ mod granitemoe;
 mod granitemoehybrid;
 mod hunyuan_v1_dense;
 mod hunyuan_v1_moe;
+mod kimi_linear;
 mod lfm2;
 mod lfm2_moe;
 mod llama;
@@ -101,6 +102,7 @@ const ALL: &[Family] = &[
     qwen3_5::FAMILY,
     qwen3_5_moe::FAMILY,
     olmo_hybrid::FAMILY,
+    kimi_linear::FAMILY,
     arcee::FAMILY,
     starcoder2::FAMILY,
     gpt2::FAMILY,

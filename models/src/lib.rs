@@ -14,7 +14,7 @@ pub mod plan {
     pub use crate::layers::attend::Heads;
     pub use crate::layers::attention::{Names as AttentionNames, Plan as Attention, QkvNames};
     pub use crate::layers::branch::{Beside, Place, Plan as Branch};
-    pub use crate::layers::delta::{Names as DeltaNames, Plan as DeltaRule};
+    pub use crate::layers::delta::{Gate as DeltaGate, Names as DeltaNames, Plan as DeltaRule};
     pub use crate::layers::head::Finish;
     pub use crate::layers::heads::{NormOf, QkNorm, Rope};
     pub use crate::layers::latent_attention::Plan as LatentAttention;

@@ -34,8 +34,10 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         value_dim: f.size("linear_value_head_dim").unwrap_or(2 * key_dim),
         taps: f.size("linear_conv_kernel_dim").unwrap_or(4),
         largest_beta: if f.flag("linear_allow_neg_eigval", true) { 2.0 } else { 1.0 },
+        by_channel: false,
         // Not the one of the config.
         norm: norm::Plan::rms(1e-5),
+        gate: delta::Gate::Silu,
         names: delta::Names::Each,
     };
     // What weights are drawn from at the beginning of a training.

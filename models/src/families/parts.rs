@@ -228,16 +228,21 @@ pub(super) fn parallel(mixer: LayerPlan, mlp: LayerPlan, own: Option<&'static st
 /// Which layers attend, by `layer_types`, whose words for those that do and for the others stand with the usual one first; `None`
 /// where they are not given. Where one is refused, all are `otherwise`.
 pub(super) fn attends(f: &Fields, layers: usize, words: [&[&str]; 2], otherwise: bool) -> Option<Vec<bool>> {
-    let types = f.get("layer_types")?;
+    kinds(f, "layer_types", layers, words, otherwise)
+}
+
+/// The same of a field of any name.
+pub(super) fn kinds(f: &Fields, field: &str, layers: usize, words: [&[&str]; 2], otherwise: bool) -> Option<Vec<bool>> {
+    let types = f.get(field)?;
     let Some(types) = types.as_array().filter(|types| types.len() == layers) else {
-        f.refuse("layer_types", format!("is not a list of {layers} layer types"));
+        f.refuse(field, format!("is not a list of {layers} layer types"));
         return Some(vec![otherwise; layers]);
     };
     let attends = |(i, kind): (usize, &Value)| {
         let is = |words: &[&str]| kind.as_str().is_some_and(|kind| words.contains(&kind));
         if !is(words[0]) && !is(words[1]) {
             let why = format!("is {kind}; supported are {:?} and {:?}", words[1][0], words[0][0]);
-            f.refuse(format!("layer_types[{i}]"), why);
+            f.refuse(format!("{field}[{i}]"), why);
             return otherwise;
         }
         is(words[0])

@@ -52,7 +52,9 @@ pub(super) fn blocks(c: &mut Config, f: &Fields, layers: usize, names: delta::Na
         value_dim: size("linear_value_head_dim"),
         taps: f.size("linear_conv_kernel_dim").unwrap_or(4),
         largest_beta: 1.0,
+        by_channel: false,
         norm: before_gates,
+        gate: delta::Gate::Silu,
         names,
     };
     let bias = f.flag("attention_bias", false);

@@ -1,9 +1,10 @@
-//! Linear attention by the gated delta rule: `out(norm(rule(q, k, v)) * silu(z))`. q, k and v are projections of what enters that
+//! Linear attention by the gated delta rule: `out(norm(rule(q, k, v)) * f(z))`, f silu or a sigmoid. q, k and v are projections of what enters that
 //! have gone through causal convolutions and a silu ([`stream`]), q and k of length 1 in each head; z, decays and betas are
 //! projections too. What it keeps of a sequence is the last rows that each convolution reads, and the state of the rule.
 //!
 //! All between the first projections and the last is f32, and rounded once where the last reads it.
 
+mod projection;
 mod readout;
 mod stream;
 
@@ -11,6 +12,7 @@ use super::arithmetic::{gated, gated_backward, rows};
 use super::causal_conv::CausalConv;
 use super::linear::Linear;
 use super::loader::Loader;
+use super::narrow::{Between, Narrow};
 use super::norm::{self, Vector};
 use super::recur::{self, Kept};
 use super::unit::Unit;
@@ -21,6 +23,7 @@ use crate::pass::Pass;
 use crate::rotary::Rotary;
 use crate::state::{Kind, LayerState};
 use crate::sums::Of;
+use projection::Projection;
 use readout::Readout;
 use samebits_ops::device::Device;
 use samebits_ops::{Attributes, Backend, Cpu, DType, Tensor, TensorRef};
@@ -46,10 +49,23 @@ pub struct Plan {
     pub taps: usize,
     /// The largest beta: 1, or 2 where a state may be turned around.
     pub largest_beta: f64,
+    /// Whether each element of a key has a decay of its own, and not all of a head one.
+    pub by_channel: bool,
     /// The norm of each head before the gate.
     pub norm: norm::Plan,
+    /// What the gate is of z.
+    pub gate: Gate,
     /// The names of its tensors.
     pub names: Names,
+}
+
+/// What the gate of heads is of its projection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gate {
+    /// `silu(z)`
+    Silu,
+    /// `sigmoid(z)`
+    Sigmoid,
 }
 
 /// Names of the tensors.
@@ -62,6 +78,8 @@ pub enum Names {
     Streams,
     /// Projections and convolutions of their own. OLMo Hybrid has them.
     Each,
+    /// The same, but for decays and gates, which have two narrow matrices each. Kimi Linear has them.
+    Narrow,
 }
 
 impl Plan {
@@ -71,10 +89,21 @@ impl Plan {
         [keys, keys, self.value_heads * self.value_dim]
     }
 
+    /// Decays of a head.
+    fn decays(&self) -> usize {
+        if self.by_channel { self.key_dim } else { 1 }
+    }
+
+    /// The name of a tensor.
+    fn name(&self, part: &str) -> String {
+        let block = if self.names == Names::Narrow { "self_attn" } else { "linear_attn" };
+        format!("{block}.{part}")
+    }
+
     /// The axes of q and k, of v, of what decays come of, and of betas, behind the tokens.
     fn axes(&self) -> ([usize; 2], [usize; 2], [usize; 2], [usize; 1]) {
         let &Plan { key_heads, value_heads, key_dim, value_dim, .. } = self;
-        ([key_heads, key_dim], [value_heads, value_dim], [value_heads, 1], [value_heads])
+        ([key_heads, key_dim], [value_heads, value_dim], [value_heads, self.decays()], [value_heads])
     }
 
     /// What it no longer holds, where it was changed.
@@ -107,17 +136,30 @@ impl Plan {
                 let widths = [key_dim, key_dim, shared * value_dim, shared * value_dim];
                 let [q, k, v, z] = loader.parts("linear_attn.in_proj_qkvz", key_heads, widths, hidden, false)?;
                 let [b, a] = loader.parts("linear_attn.in_proj_ba", key_heads, [shared; 2], hidden, false)?;
-                Ok(([q, k, v], [z, b, a]))
+                Ok(([q, k, v], (Projection::One(z), b, Projection::One(a))))
             }
             Names::Streams => {
                 let streams = loader.parts("linear_attn.in_proj_qkv", 1, [q, k, v], hidden, false)?;
                 let mut one = |part: &str, n| loader.linear(&format!("linear_attn.in_proj_{part}"), n, hidden, false);
-                Ok((streams, [one("z", v)?, one("b", value_heads)?, one("a", value_heads)?]))
+                let [z, b, a] = [one("z", v)?, one("b", value_heads)?, one("a", value_heads)?];
+                Ok((streams, (Projection::One(z), b, Projection::One(a))))
             }
             Names::Each => {
                 let mut one = |part: &str, n| loader.linear(&format!("linear_attn.{part}_proj"), n, hidden, false);
                 let streams = [one("q", q)?, one("k", k)?, one("v", v)?];
-                Ok((streams, [one("g", v)?, one("b", value_heads)?, one("a", value_heads)?]))
+                let [z, b, a] = [one("g", v)?, one("b", value_heads)?, one("a", value_heads)?];
+                Ok((streams, (Projection::One(z), b, Projection::One(a))))
+            }
+            Names::Narrow => {
+                let mut one = |part: &str, n| loader.linear(&format!("self_attn.{part}_proj"), n, hidden, false);
+                let (streams, b) = ([one("q", q)?, one("k", k)?, one("v", v)?], one("b", value_heads)?);
+                let mut two = |part: &str, rank, width| {
+                    let names = ["a", "b"].map(|place| format!("self_attn.{part}_{place}_proj"));
+                    let narrow = Narrow::load(loader, names, [hidden, rank, width], Between::Nothing, (false, false))?;
+                    Ok::<_, ModelError>(Projection::Two(Box::new(narrow)))
+                };
+                let decays = two("f", key_dim, value_heads * self.decays())?;
+                Ok((streams, (two("g", value_dim, v)?, b, decays)))
             }
         }
     }
@@ -129,7 +171,7 @@ pub(crate) struct DeltaRule {
     streams: [Stream; 3],
     length_one: Unit,
     /// The projection to what decays come of.
-    a: Linear,
+    a: Projection,
     a_log: Vector,
     dt_bias: Vector,
     /// The projection to what betas come of, and a row of the largest beta.
@@ -145,23 +187,24 @@ pub(crate) struct Saved {
     q: Tensor,
     k: Tensor,
     a: Tensor,
+    of_a: projection::Saved,
     b: Tensor,
     beta: Tensor,
     readout: readout::Made,
 }
 
 /// The projections of q, k and v, and those of z, b and a.
-type Projections = ([Linear; 3], [Linear; 3]);
+type Projections = ([Linear; 3], (Projection, Linear, Projection));
 
 impl DeltaRule {
     pub fn load(loader: &mut Loader, plan: &Plan) -> Result<DeltaRule, ModelError> {
         let &Plan { hidden, value_heads, key_dim, value_dim, taps, names, .. } = plan;
         let widths @ [_, _, values] = plan.widths();
-        let name = |part: &str| format!("linear_attn.{part}");
-        let ([q, k, v], [z, b, a]) = plan.projections(loader)?;
+        let name = |part: &str| plan.name(part);
+        let ([q, k, v], (z, b, a)) = plan.projections(loader)?;
         let [of_q, of_k, of_v] = match names {
             Names::ByKeyHead | Names::Streams => CausalConv::parts(loader, &name("conv1d"), widths, taps)?,
-            Names::Each => {
+            Names::Each | Names::Narrow => {
                 let mut one = |part, width| CausalConv::load(loader, &name(part), [width, taps], false);
                 [one("q_conv1d", widths[0])?, one("k_conv1d", widths[1])?, one("v_conv1d", widths[2])?]
             }
@@ -171,17 +214,24 @@ impl DeltaRule {
             Stream::new(1, widths[1], k, of_k)?,
             Stream::new(2, widths[2], v, of_v)?,
         ];
-        let [norm, out] = if names == Names::Each { ["o_norm", "o_proj"] } else { ["norm", "out_proj"] };
+        let own = matches!(names, Names::Each | Names::Narrow);
+        let [norm, out] = if own { ["o_norm", "o_proj"] } else { ["norm", "out_proj"] };
+        let rates: &[usize] = if names == Names::Narrow { &[1, 1, value_heads, 1] } else { &[value_heads] };
         let largest = vec![plan.largest_beta as f32; value_heads];
         Ok(DeltaRule {
             streams,
             length_one: Unit::new(key_dim, EPS)?,
             a,
-            a_log: loader.vector(&name("A_log"), value_heads)?,
-            dt_bias: loader.vector(&name("dt_bias"), value_heads)?,
+            a_log: loader.tensor(&name("A_log"), rates)?,
+            dt_bias: loader.vector(&name("dt_bias"), value_heads * plan.decays())?,
             b,
             largest: Tensor::new(largest, &[1, value_heads])?,
-            readout: Readout { z, norm: loader.vector(&name(&format!("{norm}.weight")), value_dim)?, plan: plan.norm },
+            readout: Readout {
+                z,
+                norm: loader.vector(&name(&format!("{norm}.weight")), value_dim)?,
+                plan: plan.norm,
+                gate: plan.gate,
+            },
             out: loader.linear(&name(out), hidden, values, false)?,
             plan: plan.clone(),
         })
@@ -190,7 +240,8 @@ impl DeltaRule {
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
         let DeltaRule { plan: _, streams, length_one, a, a_log, dt_bias, b, largest, readout, out } = self;
         streams.iter_mut().try_for_each(|stream| stream.move_to(cpu, device))?;
-        [a, b, out].into_iter().try_for_each(|linear| linear.move_to(cpu, device))?;
+        [b, out].into_iter().try_for_each(|linear| linear.move_to(cpu, device))?;
+        a.move_to(cpu, device)?;
         [a_log, dt_bias].into_iter().try_for_each(|vector| vector.move_to(device))?;
         length_one.move_to(device)?;
         *largest = Backend::upload(device, largest.view())?;
@@ -205,8 +256,9 @@ impl DeltaRule {
 
     /// The parameters of the rule.
     fn parameters(&self) -> Result<[(&'static str, TensorRef<'_>); 2], ModelError> {
-        let bias = self.dt_bias.w.view_as(&[self.plan.value_heads, 1])?;
-        Ok([("a_log", self.a_log.w.view()), ("dt_bias", bias)])
+        let heads = self.plan.value_heads;
+        let bias = self.dt_bias.w.view_as(&[heads, self.plan.decays()])?;
+        Ok([("a_log", self.a_log.w.view_as(&[heads])?), ("dt_bias", bias)])
     }
 
     /// `a[n,hidden] -> y[n,hidden]`
@@ -225,16 +277,16 @@ impl DeltaRule {
         ];
         let q = self.length_one.forward(pass, &streams[0].active)?;
         let k = self.length_one.forward(pass, &streams[1].active)?;
-        let a = self.a.apply(pass, entered.view(), f32)?;
+        let (a, of_a) = self.a.forward(pass, entered)?;
         let b = self.b.apply(pass, entered.view(), f32)?;
         let largest = rows(pass, &self.largest, &b)?;
         let mut beta = gated(pass, &b, &largest, f32)?;
         pass.see("beta", &mut beta)?;
 
         let (v, mut rule) = (&streams[2].active, pass.empty(f32, streams[2].active.shape())?);
-        let (of_k, of_v, of_a, of_beta) = self.plan.axes();
+        let (of_k, of_v, of_g, of_beta) = self.plan.axes();
         let tokens =
-            [("q", &q, &of_k[..]), ("k", &k, &of_k), ("v", v, &of_v), ("g", &a, &of_a), ("beta", &beta, &of_beta)];
+            [("q", &q, &of_k[..]), ("k", &k, &of_k), ("v", v, &of_v), ("g", &a, &of_g), ("beta", &beta, &of_beta)];
         let of_state = [self.plan.value_heads, self.plan.key_dim, self.plan.value_dim];
         let kept = [Kept { part: self.streams.len(), names: ["state", "next"], axes: &of_state }];
         let op = ("gated_delta_rule", &Attributes::new());
@@ -242,7 +294,7 @@ impl DeltaRule {
         pass.see("rule", &mut rule)?;
         let readout = self.readout.forward(pass, entered, rule)?;
         self.out.apply_to(pass, 0, readout.gated.view(), y.view_mut())?;
-        Ok(pass.keeps.then_some(Saved { streams, q, k, a, b, beta, readout }))
+        Ok(pass.keeps.then_some(Saved { streams, q, k, a, of_a, b, beta, readout }))
     }
 
     /// From `dy[n,hidden]` in f32: that of what entered, in f32.
@@ -262,7 +314,7 @@ impl DeltaRule {
         let dq = self.length_one.backward(&mut back.pass, &s.streams[0].active, &dq)?;
         let dk = self.length_one.backward(&mut back.pass, &s.streams[1].active, &dk)?;
 
-        let from_a = self.a.backward(back, 0, entered.view(), da.view(), mask, f32)?;
+        let from_a = self.a.backward(back, entered, &s.of_a, &da)?;
         let from_b = self.b.backward(back, 0, entered.view(), db.view(), mask, f32)?;
         let mut sum = back.sum(from_a, from_b)?;
         sum = back.sum(sum, from_z)?;
@@ -275,23 +327,24 @@ impl DeltaRule {
 
     /// From that of what the rule has read: those of q, k, v, a and beta; those of its parameters are added up.
     fn rule_backward(&self, back: &mut Backward, s: &Saved, drule: &Tensor) -> Result<[Tensor; 5], ModelError> {
-        let (of_k, of_v, of_a, of_beta) = self.plan.axes();
+        let (of_k, of_v, of_g, of_beta) = self.plan.axes();
         let tokens = [
             ("q", &s.q, &of_k[..]),
             ("k", &s.k, &of_k),
             ("v", &s.streams[2].active, &of_v),
-            ("g", &s.a, &of_a),
+            ("g", &s.a, &of_g),
             ("beta", &s.beta, &of_beta),
             ("dy", drule, &of_v),
         ];
         let ([q, k, v], heads) = (self.plan.widths(), self.plan.value_heads);
-        let widths = [q, k, v, heads, heads, heads];
+        let decays = heads * self.plan.decays();
+        let widths = [q, k, v, decays, heads, heads];
         let made = recur::backward(back, &tokens, &widths, |back, block, given| self.of_block(back, block, given))?;
         let Ok([dq, dk, dv, da, dbeta, da_log]) = <[Tensor; 6]>::try_from(made) else {
             unreachable!("six were asked for")
         };
         for (vector, by_position) in [(&self.a_log, &da_log), (&self.dt_bias, &da)] {
-            let of = (Of::whole(&vector.name), None, heads);
+            let of = (Of::whole(&vector.name), None, by_position.shape()[1]);
             back.add_vector(["token_sum", "sum"], &Attributes::new(), of, &[("x", by_position.view())], back.mask)?;
         }
         Ok([dq, dk, dv, da, dbeta])
@@ -306,8 +359,8 @@ impl DeltaRule {
     ) -> Result<Vec<Tensor>, ModelError> {
         let Plan { value_heads, key_dim, value_dim, .. } = self.plan;
         let (batch, lengths) = (block.lengths.len(), block.lengths_i32());
-        let (of_k, of_v, of_a, of_beta) = self.plan.axes();
-        let shapes: [&[usize]; 6] = [&of_k, &of_k, &of_v, &of_a, &of_beta, &of_beta];
+        let (of_k, of_v, of_g, of_beta) = self.plan.axes();
+        let shapes: [&[usize]; 6] = [&of_k, &of_k, &of_v, &of_g, &of_beta, &of_beta];
         let made = shapes.map(|axes| back.pass.empty(DType::Fp32, &[&[batch, block.rows], axes].concat()));
         let mut made = made.into_iter().collect::<Result<Vec<_>, _>>()?;
         let mut dstate = back.pass.empty(DType::Fp32, &[batch, value_heads, key_dim, value_dim])?;

@@ -33,17 +33,17 @@ pub(crate) struct Saved {
 }
 
 impl Narrow {
-    /// Of these names, `[rank,hidden]` and `[hidden,rank]`, each stored transposed or not.
+    /// Of these names, `[rank,hidden]` and `[width,rank]`, each stored transposed or not.
     pub fn load(
         loader: &mut Loader,
         names: [String; 2],
-        [hidden, rank]: [usize; 2],
+        [hidden, rank, width]: [usize; 3],
         between: Between,
         (bias, transposed): (bool, bool),
     ) -> Result<Narrow, ModelError> {
         let before = std::mem::replace(&mut loader.transposed, transposed);
         let down = loader.linear(&names[0], rank, hidden, false);
-        let up = loader.linear(&names[1], hidden, rank, bias);
+        let up = loader.linear(&names[1], width, rank, bias);
         loader.transposed = before;
         Ok(Narrow { down: down?, between, up: up?, ones: Tensor::new(vec![1f32; rank], &[1, rank])? })
     }
@@ -58,7 +58,7 @@ impl Narrow {
         Attributes::new().with("cap", 1.0)
     }
 
-    /// `x[n,hidden] -> y[n,hidden]`: x as products read it, y in f32.
+    /// `x[n,hidden] -> y[n,width]`: x as products read it, y in f32.
     pub fn forward(&self, pass: &mut Pass, x: &Tensor) -> Result<(Tensor, Saved), ModelError> {
         let exact = if self.between == Between::Nothing { pass.dtype } else { DType::Fp32 };
         let down = self.down.apply(pass, x.view(), exact)?;

@@ -103,7 +103,7 @@ impl Plan {
         bias: bool,
     ) -> Result<Narrow, ModelError> {
         let names = [1, 2].map(|number| self.names.of(&format!("{kind}{number}")));
-        Narrow::load(loader, names, [self.hidden, rank], between, (bias, self.names == Names::Published))
+        Narrow::load(loader, names, [self.hidden, rank, self.hidden], between, (bias, self.names == Names::Published))
     }
 }
 

@@ -1,8 +1,9 @@
-//! What is made of what the rule reads: the norm of each head times silu(z), z a projection of what entered.
+//! What is made of what the rule reads: the norm of each head times silu(z) or sigmoid(z), z a projection of what entered.
 
-use super::super::arithmetic::by_head;
-use super::super::linear::Linear;
+use super::super::arithmetic::{self, by_head, gated_backward};
 use super::super::norm::{self, Vector};
+use super::Gate;
+use super::projection::{self, Projection};
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::pass::Pass;
@@ -11,14 +12,16 @@ use samebits_ops::device::Device;
 use samebits_ops::{Attributes, Cpu, DType, Tensor};
 
 pub(super) struct Readout {
-    pub z: Linear,
+    pub z: Projection,
     pub norm: Vector,
     pub plan: norm::Plan,
+    pub gate: Gate,
 }
 
 /// What a reverse pass reads, and what is made.
 pub(super) struct Made {
     z: Tensor,
+    of_z: projection::Saved,
     rule: Tensor,
     normed: Tensor,
     /// As the last projection reads it.
@@ -33,17 +36,23 @@ impl Readout {
 
     /// From `a[n,hidden]` and what the rule has read, in f32.
     pub fn forward(&self, pass: &mut Pass, a: &Tensor, rule: Tensor) -> Result<Made, ModelError> {
-        let mut z = self.z.apply(pass, a.view(), DType::Fp32)?;
+        let (mut z, of_z) = self.z.forward(pass, a)?;
         pass.see("z", &mut z)?;
         let (mut normed, heads) = (pass.empty(DType::Fp32, rule.shape())?, by_head(&rule, self.norm.w.shape()[0]));
         let inputs = [("x", rule.view_as(&heads)?), ("w", self.norm.w.view())];
         pass.op("rms_norm", &self.plan.attributes(), &inputs, [("y", normed.view_mut_as(&heads)?)])?;
         pass.see("normed", &mut normed)?;
-        let mut gated = pass.empty(pass.dtype, rule.shape())?;
-        let inputs = [("gate", z.view()), ("up", normed.view())];
-        pass.op("silu_mul", &Attributes::new(), &inputs, [("y", gated.view_mut())])?;
+        let mut gated = match self.gate {
+            Gate::Sigmoid => arithmetic::gated(pass, &z, &normed, pass.dtype)?,
+            Gate::Silu => {
+                let mut gated = pass.empty(pass.dtype, rule.shape())?;
+                let inputs = [("gate", z.view()), ("up", normed.view())];
+                pass.op("silu_mul", &Attributes::new(), &inputs, [("y", gated.view_mut())])?;
+                gated
+            }
+        };
         pass.see("gated", &mut gated)?;
-        Ok(Made { z, rule, normed, gated })
+        Ok(Made { z, of_z, rule, normed, gated })
     }
 
     /// From that of what is made: that of a, and that of what the rule has read.
@@ -54,12 +63,18 @@ impl Readout {
         made: &Made,
         dgated: &Tensor,
     ) -> Result<[Tensor; 2], ModelError> {
-        let (Made { z, rule, normed, .. }, f32, dim) = (made, DType::Fp32, self.norm.w.shape()[0]);
-        let (mut dz, mut dnormed) = (back.pass.empty(f32, z.shape())?, back.pass.empty(f32, z.shape())?);
-        let inputs = [("gate", z.view()), ("up", normed.view()), ("dy", dgated.view())];
-        let outputs = [("dgate", dz.view_mut()), ("dup", dnormed.view_mut())];
-        back.pass.op("silu_mul_backward", &Attributes::new(), &inputs, outputs)?;
-        let from_z = self.z.backward(back, 0, a.view(), dz.view(), back.mask, f32)?;
+        let (Made { z, of_z, rule, normed, .. }, f32, dim) = (made, DType::Fp32, self.norm.w.shape()[0]);
+        let [dz, dnormed] = match self.gate {
+            Gate::Sigmoid => gated_backward(&mut back.pass, z, normed, dgated)?,
+            Gate::Silu => {
+                let (mut dz, mut dnormed) = (back.pass.empty(f32, z.shape())?, back.pass.empty(f32, z.shape())?);
+                let inputs = [("gate", z.view()), ("up", normed.view()), ("dy", dgated.view())];
+                let outputs = [("dgate", dz.view_mut()), ("dup", dnormed.view_mut())];
+                back.pass.op("silu_mul_backward", &Attributes::new(), &inputs, outputs)?;
+                [dz, dnormed]
+            }
+        };
+        let from_z = self.z.backward(back, a, of_z, &dz)?;
 
         let (heads, mut drule) = (by_head(rule, dim), back.pass.empty(f32, rule.shape())?);
         let (x, dy) = (("x", rule.view_as(&heads)?), ("dy", dnormed.view_as(&heads)?));
