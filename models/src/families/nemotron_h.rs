@@ -107,7 +107,6 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         f.unread(&["n_group", "topk_group", "norm_topk_prob", "moe_shared_expert_overlap"]);
         Vec::new()
     };
-    c.unused = &[("mtp.", FURTHER)];
     let blocks = [scan, attention, mlp, experts];
     c.blocks = kinds.into_iter().map(|kind| blocks[kind].clone()).collect();
 }
