@@ -339,7 +339,7 @@ impl Asked {
     /// What a whole run came to; writes the folder where one is named.
     pub fn report(&self, started: Started, mut records: Vec<Record>) -> Report {
         uncompared(&mut records);
-        let stale = stale_waivers(&self.contract, self.contract.default_rows(), self.name(), &records);
+        let stale = stale_waivers(&self.contract, self.contract.default_rows(), self.name(), &records, None);
         let run = Run {
             schema: SCHEMA,
             tool: format!("samebits-judge {}", env!("CARGO_PKG_VERSION")),

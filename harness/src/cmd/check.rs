@@ -302,11 +302,13 @@ pub fn judge(args: &Args) -> Result<()> {
         journal.append(index, records)
     })?;
     let mut stale = Vec::new();
-    // A part cannot know what another part needs.
-    if shard.is_empty() {
+    // A part cannot know what another part needs, nor a setting what the others do. Who calls this picks what can be asked.
+    if shard.is_empty() && selection.settings.is_empty() {
         let records: Vec<Record> = journal.records().cloned().collect();
+        let whole = Selection { own_goldens: selection.own_goldens, ..Selection::all(selection.slice) };
+        let whole = Some(&whole).filter(|_| args.called.is_none());
         for judge in &judges {
-            stale.extend(stale_waivers(&contract, rows, judge.implementation.name(), &records));
+            stale.extend(stale_waivers(&contract, rows, judge.implementation.name(), &records, whole));
         }
     }
     journal.finish(started.elapsed().as_secs_f64(), &again(stale))?;

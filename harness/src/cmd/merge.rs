@@ -85,7 +85,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     let mut stale = Vec::new();
     for name in first.plan.implementations.keys() {
-        stale.extend(stale_waivers(&contract, &first.rows, name, &whole));
+        stale.extend(stale_waivers(&contract, &first.rows, name, &whole, None));
     }
     let seconds = parts.values().map(|part| part.run.seconds).sum();
     let mut run = Run { complete: false, sealed: None, arguments: crate::command::arguments(), ..first };
