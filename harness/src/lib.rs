@@ -18,4 +18,4 @@ pub mod side;
 pub mod timing;
 pub mod workload;
 
-pub use samebits_judge::{judge, probe, run};
+pub use samebits_judge::{judge, probe, run, waivers};

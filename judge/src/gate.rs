@@ -1,10 +1,11 @@
 //! The gate for Rust functions: one builder, and what it leads to.
 
 use crate::function::{Call, Function};
-use crate::judge::{Judge, Selection, Trial, hold, plan, stale_waivers};
+use crate::judge::{Judge, Selection, Trial, hold, plan};
 use crate::machine;
 use crate::recordings::Recordings;
 use crate::run::{Journal, carry_out};
+use crate::waivers;
 use samebits_contract::axis::{self, Machine};
 use samebits_contract::case::Case;
 use samebits_contract::record::{Judgment, Record, Run, SCHEMA};
@@ -339,7 +340,7 @@ impl Asked {
     /// What a whole run came to; writes the folder where one is named.
     pub fn report(&self, started: Started, mut records: Vec<Record>) -> Report {
         uncompared(&mut records);
-        let stale = stale_waivers(&self.contract, self.contract.default_rows(), self.name(), &records, None);
+        let stale = waivers::stale(&self.contract, self.contract.default_rows(), self.name(), &records, None);
         let run = Run {
             schema: SCHEMA,
             tool: format!("samebits-judge {}", env!("CARGO_PKG_VERSION")),

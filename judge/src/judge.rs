@@ -17,7 +17,7 @@ use samebits_contract::table::{self, CaseSpec, Contract, Exception, Row, Slice};
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::verdict::{Evidence, Verdict};
 use samebits_goldens::{Store, Verified};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 /// What to judge: everything of a slice that passes every filter that is set.
@@ -60,6 +60,11 @@ impl Selection {
             seed: 0,
             shard: (1, 1),
         }
+    }
+
+    /// What it would be if nothing but its slice narrowed it.
+    pub fn whole(&self) -> Selection {
+        Selection { own_goldens: self.own_goldens, ..Selection::all(self.slice) }
     }
 
     /// Whether `case` passes the filters on cases.
@@ -184,7 +189,7 @@ struct Base {
 }
 
 /// How one trial ended, before it becomes a [`Record`].
-struct Outcome {
+pub(crate) struct Outcome {
     verdict: Verdict,
     setting: Option<String>,
     measure: Option<Measure>,
@@ -193,7 +198,7 @@ struct Outcome {
 }
 
 impl Outcome {
-    fn of(verdict: Verdict) -> Outcome {
+    pub(crate) fn of(verdict: Verdict) -> Outcome {
         Outcome { verdict, setting: None, measure: None, chain: None, gradient: None }
     }
 
@@ -729,7 +734,13 @@ impl Judge<'_> {
 }
 
 /// The record of a trial; a waiver of its row covers a failure.
-fn record_of(contract: &Contract, rows: &str, implementation: &str, trial: &Trial, outcome: Outcome) -> Record {
+pub(crate) fn record_of(
+    contract: &Contract,
+    rows: &str,
+    implementation: &str,
+    trial: &Trial,
+    outcome: Outcome,
+) -> Record {
     let mut verdict = outcome.verdict;
     if let (Verdict::Fail(_), Some(waiver)) = (&verdict, &trial.row.waive)
         && waiver.covers(trial.judgment, trial.axis.map(|axis| axis.name))
@@ -770,77 +781,6 @@ fn record_of(contract: &Contract, rows: &str, implementation: &str, trial: &Tria
         again: None,
         seconds: 0.0,
     }
-}
-
-/// A record for every waiver of `implementation` that no failure under it needed: judged only when the whole selection is
-/// over, and of a selection that leaves out some of `whole` only where a waiver covers nothing of that.
-pub fn stale_waivers(
-    contract: &Contract,
-    rows: &str,
-    implementation: &str,
-    records: &[Record],
-    whole: Option<&Selection>,
-) -> Vec<Record> {
-    if contract.exceptions.is_empty() && contract.rows().iter().all(|row| row.waive.is_none()) {
-        return Vec::new();
-    }
-    let asked: BTreeSet<(&str, Judgment, Option<&str>)> =
-        records.iter().map(|record| (&record.case[..], record.judgment, record.axis.as_deref())).collect();
-    let planned = whole.map(|whole| plan(contract, implementation, whole)).unwrap_or_default();
-    let left_out: Vec<&Trial> = planned
-        .iter()
-        .flatten()
-        .filter(|trial| !asked.contains(&(&trial.case.name[..], trial.judgment, trial.axis.map(|axis| axis.name))))
-        .collect();
-    // Records of a case stand side by side: one look-up for all of them.
-    let mine: Vec<(&Record, &CaseSpec, &Row)> = records
-        .chunk_by(|a, b| a.case == b.case)
-        .filter_map(|of_case| {
-            let case = contract.case(&of_case[0].case)?;
-            Some((of_case, case, contract.row(implementation, case)?))
-        })
-        .flat_map(|(of_case, case, row)| of_case.iter().map(move |record| (record, case, row)))
-        .filter(|(record, ..)| record.implementation == implementation)
-        .collect();
-    let mut stale = Vec::new();
-    for waiver in &contract.exceptions {
-        let under =
-            |record: &Record| waiver.covers(implementation, &record.case, record.judgment, record.axis.as_deref());
-        let mut under = mine.iter().filter(|(record, ..)| under(record)).peekable();
-        let Some((first, case, row)) = under.peek().copied() else { continue };
-        let covers_more = left_out.iter().any(|trial| {
-            waiver.covers(implementation, &trial.case.name, trial.judgment, trial.axis.map(|axis| axis.name))
-        });
-        if covers_more {
-            continue;
-        }
-        // One that has expired and is still needed is red at the failure itself.
-        if under.all(|(record, ..)| !matches!(record.verdict, Verdict::Waived { .. } | Verdict::Fail(_))) {
-            let axis = first.axis.as_deref().and_then(axis::find);
-            let trial = Trial { case, row, judgment: first.judgment, axis };
-            let reason = format!("{}: nothing needs the waiver `{}`; remove it", waiver.place, waiver.text());
-            stale.push(record_of(contract, rows, implementation, &trial, Outcome::of(Verdict::StaleWaiver { reason })));
-        }
-    }
-    for row in contract.rows() {
-        let Some(waiver) = &row.waive else { continue };
-        let under = |record: &Record| waiver.covers(record.judgment, record.axis.as_deref());
-        let mut under = mine.iter().filter(|(record, _, of)| of.place == row.place && under(record)).peekable();
-        let Some((first, case, _)) = under.peek().copied() else { continue };
-        let covers_more = |trial: &&Trial| {
-            trial.row.place == row.place && waiver.covers(trial.judgment, trial.axis.map(|axis| axis.name))
-        };
-        if left_out.iter().any(covers_more) {
-            continue;
-        }
-        if under.all(|(record, ..)| !matches!(record.verdict, Verdict::Waived { .. })) {
-            let axis = first.axis.as_deref().and_then(axis::find);
-            let trial = Trial { case, row, judgment: first.judgment, axis };
-            let reason = format!("{}: nothing needs the waiver `{}`; remove it", row.place, waiver.reason);
-            stale.push(record_of(contract, rows, implementation, &trial, Outcome::of(Verdict::StaleWaiver { reason })));
-        }
-    }
-    stale
 }
 
 /// A setting that asks exactly what the base asked shows nothing, unless asking again is the point.

@@ -13,6 +13,7 @@ pub mod run;
 pub mod strategies;
 #[cfg(feature = "trials")]
 mod trials;
+pub mod waivers;
 
 pub use function::{Call, Element};
 pub use gate::{Gate, Report};

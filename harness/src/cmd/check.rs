@@ -2,9 +2,10 @@ use super::{Place, Select, Strict};
 use crate::checkpoints::Checkpoints;
 use crate::implementation::external::External;
 use crate::implementation::{Implementation, cpu::CpuImplementation, cuda::CudaImplementation};
-use crate::judge::{Judge, Selection, Trial, plan, stale_waivers};
+use crate::judge::{Judge, Selection, Trial, plan};
 use crate::machine;
 use crate::run::{Journal, carry_out, sha256};
+use crate::waivers::stale;
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use samebits_contract::axis::Machine;
@@ -301,17 +302,15 @@ pub fn judge(args: &Args) -> Result<()> {
         progress.advance(&records);
         journal.append(index, records)
     })?;
-    let mut stale = Vec::new();
+    let mut unneeded = Vec::new();
     // A part cannot know what another part needs, nor a setting what the others do. Who calls this picks what can be asked.
     if shard.is_empty() && selection.settings.is_empty() {
         let records: Vec<Record> = journal.records().cloned().collect();
-        let whole = Selection { own_goldens: selection.own_goldens, ..Selection::all(selection.slice) };
-        let whole = Some(&whole).filter(|_| args.called.is_none());
-        for judge in &judges {
-            stale.extend(stale_waivers(&contract, rows, judge.implementation.name(), &records, whole));
-        }
+        let whole = args.called.is_none().then(|| selection.whole());
+        let of = |judge: &Judge| stale(&contract, rows, judge.implementation.name(), &records, whole.as_ref());
+        unneeded.extend(judges.iter().flat_map(of));
     }
-    journal.finish(started.elapsed().as_secs_f64(), &again(stale))?;
+    journal.finish(started.elapsed().as_secs_f64(), &again(unneeded))?;
     progress.finish();
     Ok(())
 }

@@ -1,6 +1,6 @@
 use super::Place;
-use crate::judge::stale_waivers;
 use crate::run::Journal;
+use crate::waivers::stale;
 use anyhow::{Context, Result, bail, ensure};
 use samebits_contract::record::{Record, Run};
 use samebits_reports::{RunFolder, read};
@@ -83,9 +83,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             }
         }
     }
-    let mut stale = Vec::new();
+    let mut unneeded = Vec::new();
     for name in first.plan.implementations.keys() {
-        stale.extend(stale_waivers(&contract, &first.rows, name, &whole, None));
+        unneeded.extend(stale(&contract, &first.rows, name, &whole, None));
     }
     let seconds = parts.values().map(|part| part.run.seconds).sum();
     let mut run = Run { complete: false, sealed: None, arguments: crate::command::arguments(), ..first };
@@ -100,7 +100,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     let mut journal = Journal::start(&args.out, run)?;
     journal.append(0, whole)?;
-    journal.finish(seconds, &stale)?;
+    journal.finish(seconds, &unneeded)?;
     super::check::report(&args.out)
 }
 
