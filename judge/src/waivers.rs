@@ -2,8 +2,8 @@
 
 use crate::judge::{Outcome, Selection, Trial, plan, record_of};
 use samebits_contract::axis;
-use samebits_contract::record::{Judgment, Record};
-use samebits_contract::table::{CaseSpec, Contract, Row};
+use samebits_contract::record::Record;
+use samebits_contract::table::Contract;
 use samebits_contract::verdict::Verdict;
 use std::collections::BTreeSet;
 
@@ -19,16 +19,8 @@ pub fn stale(
     if contract.exceptions.is_empty() && contract.rows().iter().all(|row| row.waive.is_none()) {
         return Vec::new();
     }
-    let asked: BTreeSet<(&str, Judgment, Option<&str>)> =
-        records.iter().map(|record| (&record.case[..], record.judgment, record.axis.as_deref())).collect();
-    let planned = whole.map(|whole| plan(contract, implementation, whole)).unwrap_or_default();
-    let left_out: Vec<&Trial> = planned
-        .iter()
-        .flatten()
-        .filter(|trial| !asked.contains(&(&trial.case.name[..], trial.judgment, trial.axis.map(|axis| axis.name))))
-        .collect();
     // Records of a case stand side by side: one look-up for all of them.
-    let mine: Vec<(&Record, &CaseSpec, &Row)> = records
+    let mine: Vec<(&Record, Trial)> = records
         .chunk_by(|a, b| a.case == b.case)
         .filter_map(|of_case| {
             let case = contract.case(&of_case[0].case)?;
@@ -36,56 +28,42 @@ pub fn stale(
         })
         .flat_map(|(of_case, case, row)| of_case.iter().map(move |record| (record, case, row)))
         .filter(|(record, ..)| record.implementation == implementation)
+        .map(|(record, case, row)| {
+            let axis = record.axis.as_deref().and_then(axis::find);
+            (record, Trial { case, row, judgment: record.judgment, axis })
+        })
         .collect();
+    let place = |trial: &Trial| (trial.case.name.clone(), trial.judgment, name(trial));
+    let asked: BTreeSet<_> = mine.iter().map(|(_, trial)| place(trial)).collect();
+    let planned = whole.map(|whole| plan(contract, implementation, whole)).unwrap_or_default();
+    let left_out: Vec<&Trial> = planned.iter().flatten().filter(|trial| !asked.contains(&place(trial))).collect();
+
     let mut unneeded = Vec::new();
+    let mut judge = |covers: &dyn Fn(&Trial) -> bool, needs: &dyn Fn(&Verdict) -> bool, place: &str, text: &str| {
+        let mut under = mine.iter().filter(|(_, trial)| covers(trial)).peekable();
+        let Some((_, first)) = under.peek().copied() else { return };
+        let covers_more = left_out.iter().any(|trial| covers(trial));
+        if !covers_more && under.all(|(record, _)| !needs(&record.verdict)) {
+            let reason = format!("{place}: nothing needs the waiver `{text}`; remove it");
+            let outcome = Outcome::of(Verdict::StaleWaiver { reason });
+            unneeded.push(record_of(contract, rows, implementation, first, outcome));
+        }
+    };
     for waiver in &contract.exceptions {
-        let under =
-            |record: &Record| waiver.covers(implementation, &record.case, record.judgment, record.axis.as_deref());
-        let mut under = mine.iter().filter(|(record, ..)| under(record)).peekable();
-        let Some((first, case, row)) = under.peek().copied() else { continue };
-        let covers_more = left_out.iter().any(|trial| {
-            waiver.covers(implementation, &trial.case.name, trial.judgment, trial.axis.map(|axis| axis.name))
-        });
-        if covers_more {
-            continue;
-        }
+        let covers = |trial: &Trial| waiver.covers(implementation, &trial.case.name, trial.judgment, name(trial));
         // One that has expired and is still needed is red at the failure itself.
-        if under.all(|(record, ..)| !matches!(record.verdict, Verdict::Waived { .. } | Verdict::Fail(_))) {
-            let axis = first.axis.as_deref().and_then(axis::find);
-            let trial = Trial { case, row, judgment: first.judgment, axis };
-            let reason = format!("{}: nothing needs the waiver `{}`; remove it", waiver.place, waiver.text());
-            unneeded.push(record_of(
-                contract,
-                rows,
-                implementation,
-                &trial,
-                Outcome::of(Verdict::StaleWaiver { reason }),
-            ));
-        }
+        let needs = |verdict: &Verdict| matches!(verdict, Verdict::Waived { .. } | Verdict::Fail(_));
+        judge(&covers, &needs, &waiver.place, &waiver.text());
     }
     for row in contract.rows() {
         let Some(waiver) = &row.waive else { continue };
-        let under = |record: &Record| waiver.covers(record.judgment, record.axis.as_deref());
-        let mut under = mine.iter().filter(|(record, _, of)| of.place == row.place && under(record)).peekable();
-        let Some((first, case, _)) = under.peek().copied() else { continue };
-        let covers_more = |trial: &&Trial| {
-            trial.row.place == row.place && waiver.covers(trial.judgment, trial.axis.map(|axis| axis.name))
-        };
-        if left_out.iter().any(covers_more) {
-            continue;
-        }
-        if under.all(|(record, ..)| !matches!(record.verdict, Verdict::Waived { .. })) {
-            let axis = first.axis.as_deref().and_then(axis::find);
-            let trial = Trial { case, row, judgment: first.judgment, axis };
-            let reason = format!("{}: nothing needs the waiver `{}`; remove it", row.place, waiver.reason);
-            unneeded.push(record_of(
-                contract,
-                rows,
-                implementation,
-                &trial,
-                Outcome::of(Verdict::StaleWaiver { reason }),
-            ));
-        }
+        let covers = |trial: &Trial| trial.row.place == row.place && waiver.covers(trial.judgment, name(trial));
+        judge(&covers, &|verdict| matches!(verdict, Verdict::Waived { .. }), &row.place, &waiver.reason);
     }
     unneeded
+}
+
+/// The name of the axis of a trial.
+fn name(trial: &Trial) -> Option<&'static str> {
+    trial.axis.map(|axis| axis.name)
 }

@@ -509,11 +509,11 @@ fn without_rows(dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
     typed!(dtype => A, Ok(Tensor::new(Vec::<A>::new(), &shape)?))
 }
 
-/// Other names of folders: the tensor by which they are known, and what stands at the beginning of names there and in the model.
 /// The ends of the names of two tensors of all experts.
 const GATE_UP: &str = ".mlp.experts.gate_up_proj";
 const DOWN: &str = ".mlp.experts.down_proj";
 
+/// Other names of folders: the tensor by which they are known, and what stands at the beginning of names there and in the model.
 /// GPT-2 was published as the base of a model; the head of a GPT-NeoX has another name in modules than in folders, and so has all but
 /// the head of a Nemotron-H; beside a model of images a text model has one more part before its names.
 const RENAMED: [(&str, &str, &str); 4] = [

@@ -24,11 +24,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let windows = windows(f, layers, window, |i| i.is_multiple_of(2) && i < last);
     let sparse = sparse_by_step(f, layers);
     let normalise = f.flag("norm_topk_prob", false);
-    let of_experts = expert(c, f.required_size("moe_intermediate_size"));
-    let shared = expert(c, f.required_size("shared_expert_intermediate_size"));
-    let experts = softmax_experts(f, first_size(f, &["num_experts", "num_local_experts"]), of_experts, normalise);
-    let shared = moe::Shared { mlp: shared, name: Some("shared_expert"), gate: Some("shared_expert_gate") };
-    let experts = moe::Plan { shared: Some(Box::new(shared)), ..experts };
+    let experts = experts(c, f, |f| first_size(f, &["num_experts", "num_local_experts"]), normalise);
     let rope = rope(c, f, heads.key_dim, Some(10_000.0));
     let dense = gated(c, f.required_size("intermediate_size"));
     let block = |(is_sparse, window)| {
@@ -38,4 +34,13 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         pre_norm(LayerPlan::Attention(mixer), mlp)
     };
     c.blocks = sparse.into_iter().zip(windows).map(block).collect();
+}
+
+/// As many experts as `count` reads, and one that sees every token behind a gate.
+pub(super) fn experts(c: &Config, f: &Fields, count: impl Fn(&Fields) -> usize, normalise: bool) -> moe::Plan {
+    let of_experts = expert(c, f.required_size("moe_intermediate_size"));
+    let shared = expert(c, f.required_size("shared_expert_intermediate_size"));
+    let shared = moe::Shared { mlp: shared, name: Some("shared_expert"), gate: Some("shared_expert_gate") };
+    let experts = softmax_experts(f, count(f), of_experts, normalise);
+    moe::Plan { shared: Some(Box::new(shared)), ..experts }
 }

@@ -2,31 +2,22 @@
 
 use super::Family;
 use super::parts::{
-    Asked, Missing, asked, attends, attention, expert, gated, head_norms, heads, only_silu, pre_norm, push,
-    softmax_experts, sparse_by_step,
+    Asked, Missing, asked, attends, attention, gated, head_norms, heads, only_silu, pre_norm, push, sparse_by_step,
 };
+use super::qwen2_moe::experts;
 use crate::config::{Config, FURTHER};
 use crate::fields::Fields;
-use crate::layers::{LayerPlan, attention, delta, moe, norm};
+use crate::layers::{LayerPlan, attention, delta, norm};
 use crate::rotary;
 
 pub(super) const FAMILY: Family = Family::of("qwen3_next", read);
 
 fn read(c: &mut Config, f: &Fields, layers: usize) {
     let sparse = sparse_by_step(f, layers);
-    let experts = LayerPlan::Moe(experts(c, f, f.flag("norm_topk_prob", true)));
+    let experts = LayerPlan::Moe(experts(c, f, |f| f.required_size("num_experts"), f.flag("norm_topk_prob", true)));
     let dense = LayerPlan::Mlp(gated(c, f.required_size("intermediate_size")));
     c.unused = &[("mtp.", FURTHER)];
     blocks(c, f, layers, delta::Names::ByKeyHead, |i| if sparse[i] { experts.clone() } else { dense.clone() });
-}
-
-/// Experts, and one that sees every token behind a gate.
-pub(super) fn experts(c: &Config, f: &Fields, normalise: bool) -> moe::Plan {
-    let of_experts = expert(c, f.required_size("moe_intermediate_size"));
-    let shared = expert(c, f.required_size("shared_expert_intermediate_size"));
-    let shared = moe::Shared { mlp: shared, name: Some("shared_expert"), gate: Some("shared_expert_gate") };
-    let experts = softmax_experts(f, f.required_size("num_experts"), of_experts, normalise);
-    moe::Plan { shared: Some(Box::new(shared)), ..experts }
 }
 
 /// All that does not belong to the MLPs, of which each block has one.

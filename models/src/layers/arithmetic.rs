@@ -53,6 +53,41 @@ pub(crate) fn gated_backward(
     Ok([dgate, dx])
 }
 
+/// `up * silu(gate)`, of `dtype`.
+pub(crate) fn silu_gated(pass: &mut Pass, gate: &Tensor, up: &Tensor, dtype: DType) -> Result<Tensor, ModelError> {
+    let mut y = pass.empty(dtype, up.shape())?;
+    let inputs = [("gate", gate.view()), ("up", up.view())];
+    pass.op("silu_mul", &Attributes::new(), &inputs, [("y", y.view_mut())])?;
+    Ok(y)
+}
+
+/// From that of `up * silu(gate)`: those of gate and up, in f32.
+pub(crate) fn silu_gated_backward(
+    pass: &mut Pass,
+    gate: &Tensor,
+    up: &Tensor,
+    dy: &Tensor,
+) -> Result<[Tensor; 2], ModelError> {
+    let (mut dgate, mut dup) = (pass.empty(DType::Fp32, gate.shape())?, pass.empty(DType::Fp32, up.shape())?);
+    let inputs = [("gate", gate.view()), ("up", up.view()), ("dy", dy.view())];
+    let outputs = [("dgate", dgate.view_mut()), ("dup", dup.view_mut())];
+    pass.op("silu_mul_backward", &Attributes::new(), &inputs, outputs)?;
+    Ok([dgate, dup])
+}
+
+/// `silu(x)` in f32: a row of ones behind the gate x.
+pub(crate) fn silu(pass: &mut Pass, x: &Tensor, ones: &Tensor) -> Result<Tensor, ModelError> {
+    let up = rows(pass, ones, x)?;
+    silu_gated(pass, x, &up, DType::Fp32)
+}
+
+/// From that of [`silu`]: that of x.
+pub(crate) fn silu_backward(pass: &mut Pass, x: &Tensor, ones: &Tensor, dy: &Tensor) -> Result<Tensor, ModelError> {
+    let up = rows(pass, ones, x)?;
+    let [dx, _] = silu_gated_backward(pass, x, &up, dy)?;
+    Ok(dx)
+}
+
 /// A row of f32, as often as `like` has rows.
 pub(crate) fn rows(pass: &Pass, row: &Tensor, like: &Tensor) -> Result<Tensor, ModelError> {
     let (n, width) = (like.shape()[0], row.shape()[1]);

@@ -5,6 +5,7 @@
 //!
 //! All between the first projections and the last is f32, and rounded once where the last reads it.
 
+use super::arithmetic::{mul, rows, silu, silu_backward, silu_gated, silu_gated_backward};
 use super::causal_conv::CausalConv;
 use super::linear::{Linear, Source};
 use super::loader::Loader;
@@ -215,10 +216,7 @@ impl Mamba2 {
         pass.see("z", &mut z)?;
         let mut conv = self.conv.forward(pass, state, 0, &stream)?;
         pass.see("conv", &mut conv)?;
-        let mut active = pass.empty(f32, conv.shape())?;
-        let ones = rows(pass, conv.shape()[0], &self.ones)?;
-        let inputs = [("gate", conv.view()), ("up", ones.view())];
-        pass.op("silu_mul", &Attributes::new(), &inputs, [("y", active.view_mut())])?;
+        let active = silu(pass, &conv, &self.ones)?;
         let x = columns(pass, &active, 0, inner)?;
         let b = columns(pass, &active, inner, shared)?;
         let c = columns(pass, &active, inner + shared, shared)?;
@@ -229,25 +227,19 @@ impl Mamba2 {
         let op = ("ssd_scan", &self.attributes());
         recur::forward(pass, state, op, &tokens, &self.parameters(), &kept, ("y", &mut scan, &of_x))?;
         pass.see("scan", &mut scan)?;
-        let gate = |pass: &mut Pass, up: &Tensor, dtype: DType| {
-            let mut gated = pass.empty(dtype, up.shape())?;
-            let inputs = [("gate", z.view()), ("up", up.view())];
-            pass.op("silu_mul", &Attributes::new(), &inputs, [("y", gated.view_mut())])?;
-            Ok::<_, ModelError>(gated)
-        };
         let dtype = pass.dtype;
         let (between, mut read) = match (&self.norm, self.plan.gate) {
             (Some(norm), Gate::AfterNorm) => {
                 let normed = norm.forward(pass, &scan, f32)?;
-                let gated = gate(pass, &normed, dtype)?;
+                let gated = silu_gated(pass, &z, &normed, dtype)?;
                 (Some(normed), gated)
             }
             (Some(norm), _) => {
-                let gated = gate(pass, &scan, f32)?;
+                let gated = silu_gated(pass, &z, &scan, f32)?;
                 let normed = norm.forward(pass, &gated, dtype)?;
                 (Some(gated), normed)
             }
-            (None, _) => (None, gate(pass, &scan, dtype)?),
+            (None, _) => (None, silu_gated(pass, &z, &scan, dtype)?),
         };
         pass.see("gated", &mut read)?;
         self.out.apply_to(pass, 0, read.view(), y.view_mut())?;
@@ -261,24 +253,16 @@ impl Mamba2 {
         let Plan { heads, head_dim, groups, state_dim, .. } = self.plan;
         let (inner, shared) = (self.plan.inner(), self.plan.shared());
         let dread = self.out.backward(back, 0, read.view(), dy.view(), mask, f32)?;
-        // From that of what the gate made of `up`: those of z and of up.
-        let gate = |back: &mut Backward, up: &Tensor, dy: &Tensor| {
-            let (mut dz, mut dup) = (back.pass.empty(f32, z.shape())?, back.pass.empty(f32, z.shape())?);
-            let inputs = [("gate", z.view()), ("up", up.view()), ("dy", dy.view())];
-            let outputs = [("dgate", dz.view_mut()), ("dup", dup.view_mut())];
-            back.pass.op("silu_mul_backward", &none, &inputs, outputs)?;
-            Ok::<_, ModelError>((dz, dup))
-        };
-        let (mut dz, mut dscan) = match (&self.norm, &between, self.plan.gate) {
+        let [mut dz, mut dscan] = match (&self.norm, &between, self.plan.gate) {
             (Some(norm), Some(normed), Gate::AfterNorm) => {
-                let (dz, dnormed) = gate(back, normed, &dread)?;
-                (dz, norm.backward(back, &scan, &dnormed)?)
+                let [dz, dnormed] = silu_gated_backward(&mut back.pass, &z, normed, &dread)?;
+                [dz, norm.backward(back, &scan, &dnormed)?]
             }
             (Some(norm), Some(gated), _) => {
                 let dgated = norm.backward(back, gated, &dread)?;
-                gate(back, &scan, &dgated)?
+                silu_gated_backward(&mut back.pass, &z, &scan, &dgated)?
             }
-            _ => gate(back, &scan, &dread)?,
+            _ => silu_gated_backward(&mut back.pass, &z, &scan, &dread)?,
         };
         back.see("dscan", &mut dscan)?;
         let (of_x, of_b, of_dt) = ([heads, head_dim], [groups, state_dim], [heads]);
@@ -300,11 +284,7 @@ impl Mamba2 {
             let to = Part { offset: first, ..Part::whole(self.plan.channels()) };
             back.pass.machine.copy_rows([n, width], (part, Part::whole(width)), (&mut dactive, to))?;
         }
-        let (mut dconv, mut dones) = (back.pass.empty(f32, conv.shape())?, back.pass.empty(f32, conv.shape())?);
-        let ones = rows(&back.pass, n, &self.ones)?;
-        let inputs = [("gate", conv.view()), ("up", ones.view()), ("dy", dactive.view())];
-        let outputs = [("dgate", dconv.view_mut()), ("dup", dones.view_mut())];
-        back.pass.op("silu_mul_backward", &none, &inputs, outputs)?;
+        let mut dconv = silu_backward(&mut back.pass, &conv, &self.ones, &dactive)?;
         back.see("dconv", &mut dconv)?;
         let mut dstream = self.conv.backward(back, &stream, &dconv)?;
         if let Some(factors) = &self.factors {
@@ -347,22 +327,10 @@ impl Factors {
         for (factor, x) in [(&self.z, z), (&self.dt, dt)] {
             *x = pass.scaled(factor, x)?;
         }
-        let factors = rows(pass, stream.shape()[0], &self.stream)?;
-        let mut y = pass.empty(DType::Fp32, stream.shape())?;
-        let inputs = [("a", stream.view()), ("b", factors.view())];
-        pass.op("mul", &Attributes::new(), &inputs, [("y", y.view_mut())])?;
-        *stream = y;
+        let factors = rows(pass, &self.stream, stream)?;
+        *stream = mul(pass, stream, &factors, DType::Fp32)?;
         Ok(())
     }
-}
-
-/// A row of f32 `n` times.
-fn rows(pass: &Pass, n: usize, row: &Tensor) -> Result<Tensor, ModelError> {
-    let width = row.shape()[1];
-    let mut rows = pass.empty(DType::Fp32, &[n, width])?;
-    let from = Part { every: n.max(1), ..Part::whole(width) };
-    pass.machine.copy_rows([n, width], (row, from), (&mut rows, Part::whole(width)))?;
-    Ok(rows)
 }
 
 /// Some columns of `x[n,..]`.

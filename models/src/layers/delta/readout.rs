@@ -1,6 +1,6 @@
 //! What is made of what the rule reads: the norm of each head times silu(z) or sigmoid(z), z a projection of what entered.
 
-use super::super::arithmetic::{self, by_head, gated_backward};
+use super::super::arithmetic::{self, by_head, gated_backward, silu_gated, silu_gated_backward};
 use super::super::norm::{self, Vector};
 use super::Gate;
 use super::projection::{self, Projection};
@@ -9,7 +9,7 @@ use crate::backward::Backward;
 use crate::pass::Pass;
 use crate::sums::Of;
 use samebits_ops::device::Device;
-use samebits_ops::{Attributes, Cpu, DType, Tensor};
+use samebits_ops::{Cpu, DType, Tensor};
 
 pub(super) struct Readout {
     pub z: Projection,
@@ -44,12 +44,7 @@ impl Readout {
         pass.see("normed", &mut normed)?;
         let mut gated = match self.gate {
             Gate::Sigmoid => arithmetic::gated(pass, &z, &normed, pass.dtype)?,
-            Gate::Silu => {
-                let mut gated = pass.empty(pass.dtype, rule.shape())?;
-                let inputs = [("gate", z.view()), ("up", normed.view())];
-                pass.op("silu_mul", &Attributes::new(), &inputs, [("y", gated.view_mut())])?;
-                gated
-            }
+            Gate::Silu => silu_gated(pass, &z, &normed, pass.dtype)?,
         };
         pass.see("gated", &mut gated)?;
         Ok(Made { z, of_z, rule, normed, gated })
@@ -66,13 +61,7 @@ impl Readout {
         let (Made { z, of_z, rule, normed, .. }, f32, dim) = (made, DType::Fp32, self.norm.w.shape()[0]);
         let [dz, dnormed] = match self.gate {
             Gate::Sigmoid => gated_backward(&mut back.pass, z, normed, dgated)?,
-            Gate::Silu => {
-                let (mut dz, mut dnormed) = (back.pass.empty(f32, z.shape())?, back.pass.empty(f32, z.shape())?);
-                let inputs = [("gate", z.view()), ("up", normed.view()), ("dy", dgated.view())];
-                let outputs = [("dgate", dz.view_mut()), ("dup", dnormed.view_mut())];
-                back.pass.op("silu_mul_backward", &Attributes::new(), &inputs, outputs)?;
-                [dz, dnormed]
-            }
+            Gate::Silu => silu_gated_backward(&mut back.pass, z, normed, dgated)?,
         };
         let from_z = self.z.backward(back, a, of_z, &dz)?;
 

@@ -1,6 +1,6 @@
 //! A stream on its way to the rule: a projection, a causal convolution, and the silu of that.
 
-use super::super::arithmetic::rows;
+use super::super::arithmetic::{silu, silu_backward};
 use super::super::causal_conv::CausalConv;
 use super::super::linear::Linear;
 use crate::ModelError;
@@ -8,7 +8,7 @@ use crate::backward::Backward;
 use crate::pass::Pass;
 use crate::state::LayerState;
 use samebits_ops::device::Device;
-use samebits_ops::{Attributes, Backend, Cpu, DType, Tensor};
+use samebits_ops::{Backend, Cpu, DType, Tensor};
 
 pub(super) struct Stream {
     linear: Linear,
@@ -50,26 +50,19 @@ impl Stream {
 
     /// From `a[n,hidden]`; what is made is f32.
     pub fn forward(&self, pass: &mut Pass, state: &mut LayerState, a: &Tensor) -> Result<Made, ModelError> {
-        let f32 = DType::Fp32;
-        let raw = self.linear.apply(pass, a.view(), f32)?;
+        let raw = self.linear.apply(pass, a.view(), DType::Fp32)?;
         let mut conv = self.conv.forward(pass, state, self.part, &raw)?;
         pass.see(SITES[self.part][0], &mut conv)?;
-        let (mut active, ones) = (pass.empty(f32, conv.shape())?, rows(pass, &self.ones, &conv)?);
-        let inputs = [("gate", conv.view()), ("up", ones.view())];
-        pass.op("silu_mul", &Attributes::new(), &inputs, [("y", active.view_mut())])?;
+        let active = silu(pass, &conv, &self.ones)?;
         Ok(Made { raw, conv, active })
     }
 
     /// From that of what is made: that of a, in f32.
     pub fn backward(&self, back: &mut Backward, a: &Tensor, made: &Made, dy: &Tensor) -> Result<Tensor, ModelError> {
-        let (Made { raw, conv, .. }, f32) = (made, DType::Fp32);
-        let ones = rows(&back.pass, &self.ones, conv)?;
-        let (mut dconv, mut dones) = (back.pass.empty(f32, conv.shape())?, back.pass.empty(f32, conv.shape())?);
-        let inputs = [("gate", conv.view()), ("up", ones.view()), ("dy", dy.view())];
-        let outputs = [("dgate", dconv.view_mut()), ("dup", dones.view_mut())];
-        back.pass.op("silu_mul_backward", &Attributes::new(), &inputs, outputs)?;
+        let Made { raw, conv, .. } = made;
+        let mut dconv = silu_backward(&mut back.pass, conv, &self.ones, dy)?;
         back.see(SITES[self.part][1], &mut dconv)?;
         let draw = self.conv.backward(back, raw, &dconv)?;
-        self.linear.backward(back, 0, a.view(), draw.view(), back.mask, f32)
+        self.linear.backward(back, 0, a.view(), draw.view(), back.mask, DType::Fp32)
     }
 }
