@@ -109,10 +109,7 @@ pub struct Squares {
 
 /// Row number `row` of `n` elements without signs, with the eps of the case.
 pub fn squares(maker: &Maker, draw: &Draw, row: usize, n: usize) -> Squares {
-    let mut large = 1.0;
-    while large * large < n as f64 {
-        large *= 2.0;
-    }
+    let large = large_beside(n);
     let count = [1, 2, 1, 4, 8][row % 5].min(n / 32).max(1);
     let mut is_large = vec![false; n];
     for i in 0..count {
@@ -150,24 +147,148 @@ pub fn is_searched(draw: &Draw, i: usize, n: usize) -> bool {
     draw.below(i, n) < SEARCHED
 }
 
-/// Rows x for a norm with the weights `w`: `x * r * w` stands beside a tie for some r that an order may give.
-pub fn norm_rows(maker: &Maker, name: &str, r: usize, w: &[f64]) -> Vec<f64> {
-    let (draw, n) = (maker.draw(name), w.len());
-    let mut x = Vec::with_capacity(r * n);
-    for row in 0..r {
-        let mut squares = squares(maker, &draw, row, n);
-        for (i, w) in w.iter().enumerate() {
-            let at = 4 * ((r + row + 1) * n + i);
-            if !squares.is_large[i] && is_searched(&draw, at, n) {
-                let (scale, small) = (squares.scale(&draw, at + 1), squares.large * round::pow2(-13));
-                let candidates = significands(maker, &draw, at + 2);
-                squares.x[i] = small * beside_tie(i, candidates, |m| small * m * scale * w);
-            }
+/// Rows x[r,n] and weights w[n] of a norm. A row is of one of three kinds, by how many large elements it has; all rows of a kind
+/// have one sum of squares, so one r, and each column is a kind's own: in all of that kind's rows `x * r * w` stands beside a
+/// tie there. A step of one ulp of r moves stored elements in every row that is not very short.
+pub fn norm_rows(maker: &Maker, name: &str, r: usize, n: usize) -> [Vec<f64>; 2] {
+    const LARGE: [usize; 3] = [1, 2, 4];
+    const KIND: [usize; 4] = [0, 1, 0, 2];
+    let (of_x, of_w) = (maker.draw(name), maker.draw("w"));
+    let large = large_beside(n);
+    let small = large * round::pow2(-13);
+    let kinds = LARGE.map(|count| Scales::new(maker, n, large, count.min(n / 32).max(1)));
+    // The significands of x and w in the columns of each kind.
+    let own: [[Ties; 2]; 3] = [0, 1, 2].map(|kind| {
+        let of_kind = of_w.of(kind);
+        [128.0, 1024.0].map(|steps| Ties::new(maker, &of_kind, &kinds[kind], steps))
+    });
+    let column = |i: usize| {
+        let (at, kind) = (n + 4 * i, KIND[of_w.below(n + 4 * i, 4)]);
+        let scale = match of_w.below(at + 1, 2) {
+            0 => kinds[kind].beside_all(&of_w, at + 2),
+            _ => kinds[kind].scale(&of_w, at + 2),
+        };
+        let [x, w] = own[kind][usize::from(i % 4 == 2)].nearest(scale);
+        (kind, x, if of_w.below(at + 3, 2) == 0 { w } else { -w })
+    };
+    let columns: Vec<(usize, f64, f64)> = (0..n).map(column).collect();
+    let row_of = |row: usize| {
+        let (of_row, kind) = (of_x.of(row), KIND[row % 4]);
+        let is_large = some_of(&of_row, n, kinds[kind].count);
+        // Squares of small elements come to this many of one that is just small, a little more or less from row to row.
+        let mut left = 2.0 * n as f64 + 8.0 * kinds[kind].count as f64 * (of_row.below(n, 7) as f64 - 3.0);
+        let mut x = vec![large; n];
+        let (mut own, mut free) = (Vec::new(), Vec::new());
+        for i in (0..n).filter(|i| !is_large[*i]) {
+            if columns[i].0 == kind { &mut own } else { &mut free }.push(i);
         }
-        let signed = |(i, x): (usize, f64)| if draw.below(4 * ((r + row + 1) * n + i) + 3, 2) == 0 { x } else { -x };
-        x.extend(squares.x.into_iter().enumerate().map(signed));
+        let enough = left - 2.0 * own.len() as f64;
+        for (seen, &i) in own.iter().enumerate() {
+            let half = of_row.below(2 * n + i, 4) == 0
+                || left - columns[i].1 * columns[i].1 < enough + 2.0 * (own.len() - seen - 1) as f64;
+            let value = if half { columns[i].1 / 2.0 } else { columns[i].1 };
+            left -= value * value;
+            x[i] = small * value;
+        }
+        // What is missing is shared out among the others, more and more exactly.
+        for (seen, &i) in free.iter().enumerate() {
+            let others = free.len() - seen - 1;
+            let by = if others < 8 { 1.0 } else { 0.5 + of_row.below(3 * n + i, 1024) as f64 / 1024.0 };
+            let value = round::round((left / (others + 1) as f64 * by).sqrt(), DType::Bf16);
+            left -= value * value;
+            x[i] = small * value;
+        }
+        x.iter_mut().enumerate().filter(|(i, _)| of_row.below(4 * n + i, 2) == 0).for_each(|(_, x)| *x = -*x);
+        x
+    };
+    [(0..r).flat_map(row_of).collect(), columns.into_iter().map(|(_, _, w)| w).collect()]
+}
+
+/// How large 1 / root(mean of squares) is in rows of one kind: if all is counted, and if only the large elements are.
+struct Scales {
+    count: usize,
+    all: f64,
+    least: f64,
+}
+
+impl Scales {
+    fn new(maker: &Maker, n: usize, large: f64, count: usize) -> Scales {
+        let eps = maker.params.get("eps").map_or(1e-6, |eps| eps.parse().expect("the loader checks"));
+        let root = |sum: f64| 1.0 / (sum / n as f64 + eps).sqrt();
+        let of_large = count as f64 * large * large;
+        let of_small = 2.0 * n as f64 * large * large * round::pow2(-26);
+        Scales { count, all: root(of_large + of_small), least: root(of_large) }
     }
-    x
+
+    /// A scale between the two, a little beyond on either side.
+    fn scale(&self, draw: &Draw, i: usize) -> f64 {
+        let (range, ulp) = (self.least - self.all, self.all * round::pow2(-23));
+        self.all - 8.0 * ulp + (range + 16.0 * ulp) * draw.below(i, 1 << 20) as f64 * round::pow2(-20)
+    }
+
+    /// A scale within 8 ulp of that of all.
+    fn beside_all(&self, draw: &Draw, i: usize) -> f64 {
+        self.all * (1.0 + (draw.below(i, 1 << 20) as f64 * round::pow2(-20) - 0.5) * round::pow2(-19))
+    }
+}
+
+/// Pairs of significands whose product, by some scale of a kind, is a tie of a dtype; sorted by that scale.
+struct Ties(Vec<(f64, [f64; 2])>);
+
+impl Ties {
+    fn new(maker: &Maker, draw: &Draw, scales: &Scales, steps: f64) -> Ties {
+        let of_pair = |x: f64, w: f64| {
+            let y = x * w * scales.all;
+            let binade = f64::from_bits(y.to_bits() & (0x7FF << 52));
+            let step = binade / steps;
+            (((y / step).floor() + 0.5) * step / (x * w), [x, w])
+        };
+        let narrow = Maker { dtype: DType::Bf16, ..*maker };
+        let xs: Vec<f64> = significands(&narrow, draw, 0).collect();
+        let pairs = significands(maker, draw, 1).flat_map(|w| xs.iter().map(move |&x| of_pair(x, w)));
+        let reach = scales.all * round::pow2(-20);
+        let mut near = reach;
+        let pairs: Vec<(f64, [f64; 2])> = pairs.collect();
+        loop {
+            let within = |scale: f64| scales.all - near <= scale && scale <= scales.least + near;
+            let mut some: Vec<_> = pairs.iter().copied().filter(|(scale, _)| within(*scale)).collect();
+            if !some.is_empty() {
+                some.sort_by(|a, b| a.0.total_cmp(&b.0));
+                return Ties(some);
+            }
+            near *= 2.0;
+        }
+    }
+
+    /// The pair whose scale is nearest to this one.
+    fn nearest(&self, scale: f64) -> [f64; 2] {
+        let at = self.0.partition_point(|(other, _)| *other < scale);
+        let beside = [at.saturating_sub(1), at.min(self.0.len() - 1)].map(|i| self.0[i]);
+        let [below, above] = beside.map(|(other, pair)| ((other - scale).abs(), pair));
+        if below.0 < above.0 { below.1 } else { above.1 }
+    }
+}
+
+/// The size of a large element beside which the squares of n small ones, 2^-13 of it, count for little: a power of two.
+fn large_beside(n: usize) -> f64 {
+    let mut large = 1.0;
+    while large * large < n as f64 {
+        large *= 2.0;
+    }
+    large
+}
+
+/// `count` of n places.
+fn some_of(draw: &Draw, n: usize, count: usize) -> Vec<bool> {
+    let mut is_one = vec![false; n];
+    for i in 0..count {
+        let mut at = draw.below(i, n);
+        while is_one[at] {
+            at = (at + 1) % n;
+        }
+        is_one[at] = true;
+    }
+    is_one
 }
 
 /// `e^x` by its series, on every machine alike; x is between -64 and 64.
@@ -245,22 +366,41 @@ pub fn many_seen(maker: &Maker, draw: &Draw, row: usize, n: usize) -> Vec<f64> {
     let tops = places(&draw, 8192, at_top(row).min(n / 16), n);
     let large = tops.len() as f64;
     let lost = n as f64 * mean * exp(-TOP) / large;
-    // Those whose share passes a tie of bf16 while the sum goes from that of the top to that of all.
-    let passes = |(_, weight): &&(f64, f64)| {
+    // The sum at which the share of a logit is a tie of bf16, if it passes one while the sum goes from that of the top to
+    // that of all.
+    let tie = |weight: f64| {
         let y = weight * exp(-TOP) / large;
         let f = f64::from_bits(y.to_bits() & ((1 << 52) - 1) | 1023 << 52) * 128.0;
-        f / ((f - 0.5).floor() + 0.5) - 1.0 <= 1.1 * lost
+        let by = f / ((f - 0.5).floor() + 0.5);
+        (by - 1.0 <= 1.1 * lost).then_some(large * exp(TOP) * by)
     };
-    let passing: Vec<f64> = choice.iter().filter(passes).map(|(value, _)| *value).collect();
-    let value = |i: usize| {
+    let passing: Vec<(f64, f64)> = choice.iter().filter_map(|&(value, weight)| Some((value, tie(weight)?))).collect();
+    let mut sum = large * exp(TOP);
+    let (mut values, mut free) = (vec![TOP; n], Vec::new());
+    for i in (0..n).filter(|i| !tops.contains(i)) {
         let at = 8192 + n + 2 * i;
-        match passing.get(draw.below(at, passing.len().max(1))) {
-            Some(passing) if draw.below(at + 1, 4) > 0 => *passing,
-            _ => choice[draw.below(at, choice.len())].0,
+        let pick = choice[draw.below(at, choice.len())];
+        values[i] = match passing.get(draw.below(at, passing.len().max(1))) {
+            Some((passing, _)) if draw.below(at + 1, 4) > 0 => *passing,
+            _ => {
+                free.push((i, pick.1));
+                pick.0
+            }
+        };
+        sum += exp(values[i]);
+    }
+    // Of the others as many are left out as bring the sum beside the next tie below, which a step of an ulp then passes.
+    let ulp = round::pow2(-23) * f64::from_bits(sum.to_bits() & (0x7FF << 52));
+    let off = (draw.below(8193 + 4 * n, 1024) as f64 / 512.0 - 1.0) * 1.5 * ulp;
+    let below = passing.iter().map(|(_, tie)| tie + off).filter(|tie| *tie <= sum);
+    if let Some(aim) = below.max_by(f64::total_cmp) {
+        for (i, weight) in free {
+            if sum - weight >= aim {
+                values[i] = -TOP;
+                sum -= weight;
+            }
         }
-    };
-    let mut values: Vec<f64> = (0..n).map(value).collect();
-    tops.into_iter().for_each(|i| values[i] = TOP);
+    }
     values
 }
 

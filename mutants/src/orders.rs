@@ -21,7 +21,9 @@ pub enum Order {
     Blocks(usize),
     /// Term i belongs to lane i mod so many; the lanes are folded in halves.
     Lanes(usize),
-    /// The same, but the lanes are added from left to right.
+    /// The same over the terms from the last to the first: a step of an ulp or two in a sum that is as exact as the other.
+    LanesBack(usize),
+    /// As [`Order::Lanes`], but the lanes are added from left to right.
     Strided(usize),
     /// Neighbours, then neighbours of these.
     Pairwise,
@@ -80,15 +82,9 @@ impl Order {
             Order::Reversed => terms.iter().rev().fold(T::default(), |sum, term| sum.plus(*term)),
             Order::Parts(parts) => Order::Blocks(n.div_ceil(parts).max(1)).sum(terms),
             Order::Blocks(size) => terms.chunks(size).map(chain).fold(T::default(), T::plus),
-            Order::Lanes(count) => {
-                let mut lanes = lanes(terms, count);
-                while lanes.len() > 1 {
-                    let high = lanes.split_off(lanes.len().div_ceil(2));
-                    lanes.iter_mut().zip(high).for_each(|(low, high)| *low = low.plus(high));
-                }
-                lanes[0]
-            }
-            Order::Strided(count) => chain(&lanes(terms, count)),
+            Order::Lanes(count) => folded(lanes(terms.iter(), count)),
+            Order::LanesBack(count) => folded(lanes(terms.iter().rev(), count)),
+            Order::Strided(count) => chain(&lanes(terms.iter(), count)),
             Order::Pairwise => {
                 let mut sums = terms.to_vec();
                 let mut count = n;
@@ -118,14 +114,23 @@ impl Order {
     }
 }
 
-fn lanes<T: Term>(terms: &[T], count: usize) -> Vec<T> {
+fn lanes<'a, T: Term + 'a>(terms: impl Iterator<Item = &'a T>, count: usize) -> Vec<T> {
     let mut lanes = vec![T::default(); count];
-    for piece in terms.chunks(count) {
-        for (i, term) in piece.iter().enumerate() {
-            lanes[i] = lanes[i].plus(*term);
-        }
+    let mut lane = 0;
+    for term in terms {
+        lanes[lane] = lanes[lane].plus(*term);
+        lane = if lane + 1 == count { 0 } else { lane + 1 };
     }
     lanes
+}
+
+/// The upper half onto the lower one, until one is left.
+fn folded<T: Term>(mut lanes: Vec<T>) -> T {
+    while lanes.len() > 1 {
+        let high = lanes.split_off(lanes.len().div_ceil(2));
+        lanes.iter_mut().zip(high).for_each(|(low, high)| *low = low.plus(high));
+    }
+    lanes[0]
 }
 
 /// When the second order is taken: a condition on the number of rows.
@@ -199,6 +204,9 @@ pub const FOLLOWS: &[Follows] = {
         follows(Warps(128), Warps(256), Above(2)),
         follows(Blocks(64), Blocks(128), Above(2)),
         follows(Blocks(32), Parts(4), Above(32)),
+        follows(Lanes(32), LanesBack(32), Above(2)),
+        follows(Lanes(64), LanesBack(64), Above(2)),
+        follows(Lanes(128), LanesBack(128), Above(8)),
     ]
 };
 

@@ -19,8 +19,8 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     }
     if maker.fill == Fill::Power {
         // Halves, whose sum is exact.
-        let w = power::factors(&maker.draw("w"), n);
-        let x: Vec<f64> = power::norm_rows(maker, "x", r, &w).into_iter().map(|x| x / 2.0).collect();
+        let [x, w] = power::norm_rows(maker, "x", r, n);
+        let x: Vec<f64> = x.into_iter().map(|x| x / 2.0).collect();
         let shape = vec![r, n];
         return maker.floats([("x", shape.clone(), x.clone()), ("residual", shape, x), ("w", vec![n], w)]);
     }

@@ -16,8 +16,7 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     rms_norm::near_root(maker, &mut x);
     let mut w = maker.values("w", Fill::Normal, d, d);
     if maker.fill == Fill::Power {
-        w = power::factors(&maker.draw("w"), d);
-        x = power::norm_rows(maker, "x", t * h, &w);
+        [x, w] = power::norm_rows(maker, "x", t * h, d);
     }
     if maker.fill == Fill::Classes {
         x = rms_norm::unit_rows(t * h, d);

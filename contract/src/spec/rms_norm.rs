@@ -13,8 +13,8 @@ pub(super) const SPEC: Spec = Spec {
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, n) = (maker.dim("R"), maker.dim("N"));
     if maker.fill == Fill::Power {
-        let w = power::factors(&maker.draw("w"), n);
-        return maker.floats([("x", vec![r, n], power::norm_rows(maker, "x", r, &w)), ("w", vec![n], w)]);
+        let [x, w] = power::norm_rows(maker, "x", r, n);
+        return maker.floats([("x", vec![r, n], x), ("w", vec![n], w)]);
     }
     let mut x = maker.values("x", maker.fill, r * n, n);
     near_root(maker, &mut x);

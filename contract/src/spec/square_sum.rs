@@ -31,7 +31,10 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
             }
             x
         }
-        Fill::Power => power::norm_rows(maker, "x", r, &vec![1.0; n]),
+        Fill::Power => {
+            let [x, _] = power::norm_rows(maker, "x", r, n);
+            x
+        }
         fill => maker.values("x", fill, r * n, n),
     };
     maker.floats([("x", vec![r, n], x)])
