@@ -157,8 +157,8 @@ pub fn norm_rows(maker: &Maker, name: &str, r: usize, n: usize) -> [Vec<f64>; 2]
     let large = large_beside(n);
     let small = large * round::pow2(-13);
     let kinds = LARGE.map(|count| Scales::new(maker, n, large, count.min(n / 32).max(1)));
-    // The significands of x and w in the columns of each kind.
-    let own: [[Ties; 2]; 3] = [0, 1, 2].map(|kind| {
+    // The significands of x and w in the columns of each kind, beside ties of bf16 and of fp16.
+    let ties: [[Ties; 2]; 3] = [0, 1, 2].map(|kind| {
         let of_kind = of_w.of(kind);
         [128.0, 1024.0].map(|steps| Ties::new(maker, &of_kind, &kinds[kind], steps))
     });
@@ -168,7 +168,7 @@ pub fn norm_rows(maker: &Maker, name: &str, r: usize, n: usize) -> [Vec<f64>; 2]
             0 => kinds[kind].beside_all(&of_w, at + 2),
             _ => kinds[kind].scale(&of_w, at + 2),
         };
-        let [x, w] = own[kind][usize::from(i % 4 == 2)].nearest(scale);
+        let [x, w] = ties[kind][usize::from(i % 4 == 2)].nearest(scale);
         (kind, x, if of_w.below(at + 3, 2) == 0 { w } else { -w })
     };
     let columns: Vec<(usize, f64, f64)> = (0..n).map(column).collect();
@@ -178,15 +178,15 @@ pub fn norm_rows(maker: &Maker, name: &str, r: usize, n: usize) -> [Vec<f64>; 2]
         // Squares of small elements come to this many of one that is just small, a little more or less from row to row.
         let mut left = 2.0 * n as f64 + 8.0 * kinds[kind].count as f64 * (of_row.below(n, 7) as f64 - 3.0);
         let mut x = vec![large; n];
-        let (mut own, mut free) = (Vec::new(), Vec::new());
-        for i in (0..n).filter(|i| !is_large[*i]) {
-            if columns[i].0 == kind { &mut own } else { &mut free }.push(i);
-        }
-        let enough = left - 2.0 * own.len() as f64;
-        for (seen, &i) in own.iter().enumerate() {
-            let half = of_row.below(2 * n + i, 4) == 0
-                || left - columns[i].1 * columns[i].1 < enough + 2.0 * (own.len() - seen - 1) as f64;
-            let value = if half { columns[i].1 / 2.0 } else { columns[i].1 };
+        let (tuned, free): (Vec<usize>, Vec<usize>) =
+            (0..n).filter(|i| !is_large[*i]).partition(|i| columns[*i].0 == kind);
+        // A half is beside a tie as well: so the tuned columns leave two to each of the others.
+        let enough = left - 2.0 * tuned.len() as f64;
+        for (seen, &i) in tuned.iter().enumerate() {
+            let (_, whole, _) = columns[i];
+            let least = enough + 2.0 * (tuned.len() - seen - 1) as f64;
+            let value =
+                if of_row.below(2 * n + i, 4) == 0 || left - whole * whole < least { whole / 2.0 } else { whole };
             left -= value * value;
             x[i] = small * value;
         }
@@ -246,9 +246,8 @@ impl Ties {
         let narrow = Maker { dtype: DType::Bf16, ..*maker };
         let xs: Vec<f64> = significands(&narrow, draw, 0).collect();
         let pairs = significands(maker, draw, 1).flat_map(|w| xs.iter().map(move |&x| of_pair(x, w)));
-        let reach = scales.all * round::pow2(-20);
-        let mut near = reach;
         let pairs: Vec<(f64, [f64; 2])> = pairs.collect();
+        let mut near = scales.all * round::pow2(-20);
         loop {
             let within = |scale: f64| scales.all - near <= scale && scale <= scales.least + near;
             let mut some: Vec<_> = pairs.iter().copied().filter(|(scale, _)| within(*scale)).collect();
@@ -596,11 +595,40 @@ pub fn thinned(draw: &Draw, row: usize, colours: &[usize]) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fill::Fill;
+    use std::collections::BTreeMap;
 
     #[test]
     fn exponentials() {
         for x in [-17.25, -3.0, -0.1, 0.0, 0.5, 2.0] {
             assert!((exp(x) / x.exp() - 1.0).abs() < 1e-13, "{x}");
+        }
+    }
+
+    /// In every row a step of two ulps of r moves a stored bf16, whichever of sixteen it is.
+    #[test]
+    fn rows_of_norms_feel_r() {
+        let (ints, params) = (BTreeMap::new(), BTreeMap::new());
+        let shape = BTreeMap::from([("R".to_string(), 8), ("N".to_string(), 1024)]);
+        let maker = Maker {
+            key: "rms_norm/bf16/feel",
+            dtype: DType::Bf16,
+            fill: Fill::Power,
+            shape: &shape,
+            ints: &ints,
+            params: &params,
+        };
+        let [x, w] = norm_rows(&maker, "x", 8, 1024);
+        for (number, row) in x.chunks(1024).enumerate() {
+            let r = 1.0 / (row.iter().map(|x| x * x).sum::<f64>() / 1024.0 + 1e-6).sqrt();
+            let stored = |ulps: i32| {
+                let r = r * (1.0 + f64::from(ulps) * round::pow2(-24));
+                row.iter().zip(&w).map(|(x, w)| round::round(x * r * w, DType::Bf16)).collect::<Vec<f64>>()
+            };
+            for ulps in (-8..8).step_by(2) {
+                let moved = stored(ulps).iter().zip(stored(ulps + 2)).filter(|(a, b)| **a != *b).count();
+                assert!(moved > 0, "row {number}: from {ulps} to {} of 2^-24", ulps + 2);
+            }
         }
     }
 

@@ -283,7 +283,11 @@ impl Asked {
 
     /// All trials, grouped by shared inputs.
     pub fn groups(&self) -> Vec<Vec<Trial<'_>>> {
-        let mut groups = plan(&self.contract, self.name(), &self.selection);
+        self.groups_of(&self.selection)
+    }
+
+    fn groups_of(&self, selection: &Selection) -> Vec<Vec<Trial<'_>>> {
+        let mut groups = plan(&self.contract, self.name(), selection);
         groups.iter_mut().for_each(|group| group.retain(|trial| self.takes_out(trial.case)));
         groups.retain(|group| !group.is_empty());
         groups
@@ -340,7 +344,11 @@ impl Asked {
     /// What a whole run came to; writes the folder where one is named.
     pub fn report(&self, started: Started, mut records: Vec<Record>) -> Report {
         uncompared(&mut records);
-        let stale = waivers::stale(&self.contract, self.contract.default_rows(), self.name(), &records, None);
+        let whole = || self.groups_of(&Selection { cases: Vec::new(), ..self.selection.clone() });
+        let stale = waivers::stale(&self.contract, self.contract.default_rows(), self.name(), &records, whole);
+        for record in records.iter_mut().filter(|record| record.verdict.is_red()) {
+            record.again = Some(format!("the same Gate with .cases([{:?}])", record.case));
+        }
         let run = Run {
             schema: SCHEMA,
             tool: format!("samebits-judge {}", env!("CARGO_PKG_VERSION")),

@@ -1,6 +1,6 @@
 //! Waivers that nothing needs any more.
 
-use crate::judge::{Outcome, Selection, Trial, plan, record_of};
+use crate::judge::{Outcome, Trial, record_of};
 use samebits_contract::axis;
 use samebits_contract::record::Record;
 use samebits_contract::table::Contract;
@@ -9,12 +9,12 @@ use std::collections::BTreeSet;
 
 /// A record for every waiver of `implementation` that no failure under it needed: judged only when the whole selection is
 /// over, and of a selection that leaves out some of `whole` only where a waiver covers nothing of that.
-pub fn stale(
+pub fn stale<'a>(
     contract: &Contract,
     rows: &str,
     implementation: &str,
     records: &[Record],
-    whole: Option<&Selection>,
+    whole: impl FnOnce() -> Vec<Vec<Trial<'a>>>,
 ) -> Vec<Record> {
     if contract.exceptions.is_empty() && contract.rows().iter().all(|row| row.waive.is_none()) {
         return Vec::new();
@@ -35,7 +35,7 @@ pub fn stale(
         .collect();
     let place = |trial: &Trial| (trial.case.name.clone(), trial.judgment, name(trial));
     let asked: BTreeSet<_> = mine.iter().map(|(_, trial)| place(trial)).collect();
-    let planned = whole.map(|whole| plan(contract, implementation, whole)).unwrap_or_default();
+    let planned = whole();
     let left_out: Vec<&Trial> = planned.iter().flatten().filter(|trial| !asked.contains(&place(trial))).collect();
 
     let mut unneeded = Vec::new();

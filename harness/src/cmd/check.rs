@@ -303,11 +303,15 @@ pub fn judge(args: &Args) -> Result<()> {
         journal.append(index, records)
     })?;
     let mut unneeded = Vec::new();
-    // A part cannot know what another part needs, nor a setting what the others do. Who calls this picks what can be asked.
+    // A part cannot know what another part needs, nor a setting what the others do.
     if shard.is_empty() && selection.settings.is_empty() {
         let records: Vec<Record> = journal.records().cloned().collect();
-        let whole = args.called.is_none().then(|| selection.whole());
-        let of = |judge: &Judge| stale(&contract, rows, judge.implementation.name(), &records, whole.as_ref());
+        // Who calls this picks what can be asked.
+        let whole = if args.called.is_none() { selection.whole() } else { selection.clone() };
+        let of = |judge: &Judge| {
+            let name = judge.implementation.name();
+            stale(&contract, rows, name, &records, || plan(&contract, name, &whole))
+        };
         unneeded.extend(judges.iter().flat_map(of));
     }
     journal.finish(started.elapsed().as_secs_f64(), &again(unneeded))?;

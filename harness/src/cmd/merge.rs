@@ -85,7 +85,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     let mut unneeded = Vec::new();
     for name in first.plan.implementations.keys() {
-        unneeded.extend(stale(&contract, &first.rows, name, &whole, None));
+        unneeded.extend(stale(&contract, &first.rows, name, &whole, Vec::new));
     }
     let seconds = parts.values().map(|part| part.run.seconds).sum();
     let mut run = Run { complete: false, sealed: None, arguments: crate::command::arguments(), ..first };
