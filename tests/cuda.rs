@@ -2021,6 +2021,7 @@ fn model(name: &str) -> Result<(), Failed> {
         Layer::ShortConv(conv) => 4 * (conv.taps - 1) * conv.hidden + 128,
         Layer::TimeMix(mix) => 4 * mix.hidden * (1 + mix.head_dim) + 128,
         Layer::ChannelMix(mix) => 4 * mix.hidden + 128,
+        Layer::Mamba(scan) => 4 * scan.inner * (scan.taps - 1 + scan.state_dim) + 128,
         Layer::Mamba2(scan) => {
             let inner = scan.heads * scan.head_dim;
             let channels = inner + 2 * scan.groups * scan.state_dim;
