@@ -95,6 +95,8 @@ MODELS = {
     "mamba": ("Mamba", dict(SELECTIVE, state_size=6), 24, "bf16"),
     "falcon-mamba": ("FalconMamba", dict(SELECTIVE, expand=16, intermediate_size=72, state_size=12, time_step_rank=7, conv_kernel=3,
                                          use_bias=True, mixer_rms_eps=1e-2, tie_word_embeddings=False), 24, "bf16"),
+    "jamba": ("Jamba", dict(BASE, intermediate_size=24, attn_layer_period=3, attn_layer_offset=0, num_experts=6, num_experts_per_tok=2,
+                            mamba_d_state=6, mamba_dt_rank=5), 12, "bf16"),
     "mamba2": ("Mamba2", dict(SCAN, n_groups=2, use_bias=True, time_step_limit=(0.1, 1.5)), 24, "bf16"),
     "bamba": ("Bamba", dict(BASE, **HYBRID, mamba_n_groups=2, attn_layer_indices=[1]), 24, "bf16"),
     "granite-4": ("GraniteMoeHybrid", dict(BASE, **HYBRID, num_local_experts=0, num_experts_per_tok=0, position_embedding_type="nope",

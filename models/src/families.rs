@@ -25,6 +25,7 @@ mod granitemoe;
 mod granitemoehybrid;
 mod hunyuan_v1_dense;
 mod hunyuan_v1_moe;
+mod jamba;
 mod kimi_linear;
 mod lfm2;
 mod lfm2_moe;
@@ -99,6 +100,7 @@ const ALL: &[Family] = &[
     dots1::FAMILY,
     mamba::FAMILY,
     falcon_mamba::FAMILY,
+    jamba::FAMILY,
     mamba2::FAMILY,
     bamba::FAMILY,
     granitemoehybrid::FAMILY,
