@@ -210,7 +210,7 @@ fn tied_router() -> tempfile::TempDir {
 #[test]
 fn a_mutant_is_traced_to_its_layer() {
     let ties = tied_router();
-    let cases: [(PathBuf, ModelMutation, &str); 12] = [
+    let cases: [(PathBuf, ModelMutation, &str); 13] = [
         // The first layer's keys are right; the second reads what nobody wrote.
         (checkpoint("llama3"), ModelMutation::UnwrittenKey, "layers.1.attention"),
         (checkpoint("qwen3"), ModelMutation::PositionAfterChunk, "layers.0.q"),
@@ -220,6 +220,7 @@ fn a_mutant_is_traced_to_its_layer() {
         (checkpoint("gemma2"), ModelMutation::WindowAtChunkBorder, "layers.0.attention"),
         // What enters the convolution is right, and what it keeps is read rounded.
         (checkpoint("mamba2"), ModelMutation::NarrowState, "layers.0.conv"),
+        (checkpoint("falcon-mamba"), ModelMutation::NarrowState, "layers.0.conv"),
         (checkpoint("lfm2"), ModelMutation::NarrowState, "layers.0.conv"),
         (checkpoint("qwen3-next"), ModelMutation::NarrowState, "layers.0.q_conv"),
         (checkpoint("qwen3-next"), ModelMutation::RuleForgets, "layers.0.rule"),

@@ -317,6 +317,8 @@ const SHAPES: &[(&str, Make)] = &[
     ("causal_conv1d_dw", |dtype, _| convolution_sums(dtype)),
     ("ssd_scan", |dtype, out| scans("ssd_scan", dtype, out)),
     ("ssd_scan_backward", |dtype, out| scans("ssd_scan_backward", dtype, out)),
+    ("selective_scan", |dtype, out| selective_scans("selective_scan", dtype, out)),
+    ("selective_scan_backward", |dtype, out| selective_scans("selective_scan_backward", dtype, out)),
     ("wkv7", |dtype, out| recurrences("wkv7", dtype, out)),
     ("wkv7_backward", |dtype, out| recurrences("wkv7_backward", dtype, out)),
     ("gated_delta_rule", |dtype, out| delta_rules("gated_delta_rule", dtype, out)),
@@ -657,6 +659,33 @@ fn scans(op: &str, dtype: DType, out: DType) -> Vec<Case> {
         let make = make.param("dt_min", "0.25").param("dt_max", "1.5");
         cases.push(match op {
             "ssd_scan" => make.case(),
+            _ => make.fp32_of("dnext", &of_state, &spread(size, 8)).case(),
+        });
+    }
+    cases
+}
+
+/// Sequences, positions, channels and elements of a state: around the blocks of channels and the threads of a block, what stays in
+/// registers, and the stretches of a reverse pass.
+const SELECTIVE_SCANS: [[usize; 4]; 7] =
+    [[1, 1, 1, 1], [2, 5, 3, 17], [1, 10, 64, 2], [1, 3, 65, 16], [3, 2, 130, 1], [1, 17, 2, 5], [1, 2, 1, 33]];
+
+fn selective_scans(op: &str, dtype: DType, out: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for [b, t, c, n] in SELECTIVE_SCANS {
+        let of_state = [b, c, n];
+        let size = of_state.iter().product();
+        let make = || {
+            let make = Maker::new(op, dtype, out).float("x", &[b, t, c], 1.0).float("dt", &[b, t, c], 2.0);
+            let make = make.float("a_log", &[c, n], 1.0).float("b", &[b, t, n], 1.0).float("c", &[b, t, n], 1.0);
+            if op == "selective_scan" { make } else { make.float("dy", &[b, t, c], 1.0) }
+        };
+        cases.push(make().case());
+        let lengths: Vec<i32> = (0..b).map(|i| (t - (3 * i) % (t + 1)) as i32).collect();
+        let make = make().float("d", &[c], 1.0).float("dt_bias", &[c], 1.0).ints("len", &[b], &lengths);
+        let make = make.fp32_of("state", &of_state, &spread(size, 7)).special("dt", c).special("x", c);
+        cases.push(match op {
+            "selective_scan" => make.case(),
             _ => make.fp32_of("dnext", &of_state, &spread(size, 8)).case(),
         });
     }
@@ -1316,7 +1345,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 61] = [
+const MUTANTS: [Mutant; 64] = [
     Mutant {
         name: "sink_of_the_first_head",
         change: Change {
@@ -1387,6 +1416,36 @@ const MUTANTS: [Mutant; 61] = [
             to: "if (end > 1) value = __fmul_rn(k_after, value);",
         },
         shapes: "ssd_scan_backward",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "elements_beyond_registers_decay_as_the_first",
+        change: Change {
+            file: "selective_scan.cu",
+            from: "step(n, scan.rate(channel, n), next[row + n])",
+            to: "step(n, rates[0], next[row + n])",
+        },
+        shapes: "selective_scan",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "channels_in_the_lanes_of_others",
+        change: Change {
+            file: "selective_scan_backward.cu",
+            from: "int at = lane * 8 + j;",
+            to: "int at = j * 32 + lane;",
+        },
+        shapes: "selective_scan_backward",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "gradient_of_rates_of_one_stretch",
+        change: Change {
+            file: "selective_scan_backward.cu",
+            from: "of_a[i] = __fmaf_rn(exponent, __fmul_rn(left, before[i]), of_a[i]);",
+            to: "of_a[i] = __fmaf_rn(exponent, __fmul_rn(left, before[i]), t == last - 1 ? 0.0f : of_a[i]);",
+        },
+        shapes: "selective_scan_backward",
         says: "elements differ",
     },
     Mutant {
@@ -1962,6 +2021,7 @@ fn model(name: &str) -> Result<(), Failed> {
         Layer::ShortConv(conv) => 4 * (conv.taps - 1) * conv.hidden + 128,
         Layer::TimeMix(mix) => 4 * mix.hidden * (1 + mix.head_dim) + 128,
         Layer::ChannelMix(mix) => 4 * mix.hidden + 128,
+        Layer::Mamba(scan) => 4 * scan.inner * (scan.taps - 1 + scan.state_dim) + 128,
         Layer::Mamba2(scan) => {
             let inner = scan.heads * scan.head_dim;
             let channels = inner + 2 * scan.groups * scan.state_dim;

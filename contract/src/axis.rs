@@ -1598,7 +1598,9 @@ mod tests {
     fn rounds(spec: &Spec, variant: &Variant) -> bool {
         match variant.way {
             Way::Parts(_, Join::Tree { .. }) => true,
-            Way::Parts(_, Join::Steps { .. }) => ["ssd_scan", "wkv7", "gated_delta_rule"].contains(&spec.name),
+            Way::Parts(_, Join::Steps { .. }) => {
+                ["ssd_scan", "selective_scan", "wkv7", "gated_delta_rule"].contains(&spec.name)
+            }
             _ => false,
         }
     }

@@ -25,12 +25,14 @@ pub const MEASURED: [&str; 18] = [
 
 /// Ops that have outputs in several dtypes, sums, and no such measurement: how many rows there are is the length of the sum of
 /// `fold`, a convolution adds a few taps, and scans, RWKV-7 and delta rules add products of what recurs.
-pub const UNMEASURED: [&str; 9] = [
+pub const UNMEASURED: [&str; 11] = [
     "fold",
     "causal_conv1d",
     "causal_conv1d_backward",
     "ssd_scan",
     "ssd_scan_backward",
+    "selective_scan",
+    "selective_scan_backward",
     "wkv7",
     "wkv7_backward",
     "gated_delta_rule",

@@ -72,6 +72,8 @@ mod rope_backward;
 mod route;
 mod route_backward;
 mod scale;
+mod selective_scan;
+mod selective_scan_backward;
 mod sigmoid_mul;
 mod sigmoid_mul_backward;
 mod silu_mul;
@@ -308,6 +310,8 @@ pub fn all() -> &'static [Spec] {
         causal_conv1d_dw::SPEC,
         ssd_scan::SPEC,
         ssd_scan_backward::SPEC,
+        selective_scan::SPEC,
+        selective_scan_backward::SPEC,
         wkv7::SPEC,
         wkv7_backward::SPEC,
         gated_delta_rule::SPEC,

@@ -32,6 +32,7 @@ BASE = dict(vocab_size=160, hidden_size=48, intermediate_size=80, num_hidden_lay
             tie_word_embeddings=False)
 SCAN = dict(vocab_size=160, hidden_size=40, num_hidden_layers=3, num_heads=8, head_dim=10, state_size=12, chunk_size=8,
             bos_token_id=1, eos_token_id=2, pad_token_id=0)
+SELECTIVE = dict(vocab_size=160, hidden_size=40, num_hidden_layers=3, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 HYBRID = dict(mamba_n_heads=6, mamba_d_head=16, mamba_d_state=12, mamba_chunk_size=8)
 # Where a query stands at a right angle to all keys, a head is small, and a norm makes what was rounded of it as large as the
 # rest: hence a wide eps, so that bounds are of rounding.
@@ -91,6 +92,11 @@ MODELS = {
                           layer_types=["conv", "full_attention", "conv", "conv"]), 24, "bf16"),
     "lfm2-moe": ("Lfm2Moe", dict(BASE, num_hidden_layers=3, num_dense_layers=1, num_experts=8, num_experts_per_tok=3,
                                  moe_intermediate_size=24, layer_types=["conv", "full_attention", "conv"]), 12, "bf16"),
+    "mamba": ("Mamba", dict(SELECTIVE, state_size=6), 24, "bf16"),
+    "falcon-mamba": ("FalconMamba", dict(SELECTIVE, expand=16, intermediate_size=72, state_size=12, time_step_rank=7, conv_kernel=3,
+                                         use_bias=True, mixer_rms_eps=1e-2, tie_word_embeddings=False), 24, "bf16"),
+    "jamba": ("Jamba", dict(BASE, intermediate_size=24, attn_layer_period=3, attn_layer_offset=0, num_experts=6, num_experts_per_tok=2,
+                            mamba_d_state=6, mamba_dt_rank=5), 12, "bf16"),
     "mamba2": ("Mamba2", dict(SCAN, n_groups=2, use_bias=True, time_step_limit=(0.1, 1.5)), 24, "bf16"),
     "bamba": ("Bamba", dict(BASE, **HYBRID, mamba_n_groups=2, attn_layer_indices=[1]), 24, "bf16"),
     "granite-4": ("GraniteMoeHybrid", dict(BASE, **HYBRID, num_local_experts=0, num_experts_per_tok=0, position_embedding_type="nope",

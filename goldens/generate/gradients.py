@@ -34,7 +34,7 @@ SKETCH, WHOLE, BATCHES, SEQUENCES = 16, 160, 8, 64
 ENTROPY, WITH_ENTROPY = 0.02, ("gemma2", "qwen3", "qwen3-moe")
 # The one of phi3 is beyond its original positions.
 LENGTHS = {"phi3": 36, "mixtral": 12, "olmoe": 12, "qwen3-moe": 12, "qwen2-moe": 11, "granite-moe": 12, "granite-4-moe": 10, "nemotron-3": 16, "nemotron-3-latent": 10, "hunyuan-moe": 12, "glm4-moe": 12,
-           "minimax-m2": 12, "gpt-oss": 12, "ernie4-5-moe": 12, "dots1": 12, "lfm2-moe": 10, "qwen3-next": 12, "qwen3-5-moe": 12, "kimi-linear": 12, "deepseek-v2": 12, "deepseek-v3": 12}
+           "minimax-m2": 12, "gpt-oss": 12, "ernie4-5-moe": 12, "dots1": 12, "lfm2-moe": 10, "jamba": 10, "qwen3-next": 12, "qwen3-5-moe": 12, "kimi-linear": 12, "deepseek-v2": 12, "deepseek-v3": 12}
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 
 

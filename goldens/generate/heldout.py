@@ -103,6 +103,16 @@ SHAPES = {
                      layer_types=["full_attention", "conv", "conv"], conv_bias=True, routed_scaling_factor=1.3),
                 dict(num_dense_layers=1, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=22, use_expert_bias=False,
                      layer_types=["conv", "full_attention"], tie_embedding=False)],
+    "Mamba": [dict(state_size=8), dict(state_size=3, conv_kernel=3, time_step_rank=5, use_bias=True, use_conv_bias=False),
+              dict(state_size=16, conv_kernel=2, expand=3, tie_word_embeddings=True)],
+    "FalconMamba": [dict(state_size=8, mixer_rms_eps=1e-4),
+                    dict(state_size=5, conv_kernel=3, expand=16, time_step_rank=9, use_bias=True),
+                    dict(state_size=16, conv_kernel=2, use_conv_bias=False, mixer_rms_eps=1e-3, tie_word_embeddings=True)],
+    "Jamba": [dict(attn_layer_period=2, attn_layer_offset=0, num_experts=4, mamba_d_state=8),
+              dict(attn_layer_period=3, attn_layer_offset=2, expert_layer_period=3, expert_layer_offset=0, num_experts=5,
+                   num_experts_per_tok=3, mamba_d_state=5, mamba_d_conv=3, mamba_dt_rank=7, mamba_proj_bias=True),
+              dict(attn_layer_period=4, attn_layer_offset=3, num_experts=1, mamba_d_state=16, mamba_d_conv=2, mamba_expand=1,
+                   mamba_conv_bias=False)],
     "Mamba2": [dict(ALONE, num_heads=5, head_dim=20, state_size=8, n_groups=1),
                dict(ALONE, num_heads=12, head_dim=11, state_size=20, n_groups=4, use_bias=True, use_conv_bias=False, conv_kernel=3),
                dict(ALONE, num_heads=6, head_dim=24, state_size=16, n_groups=2, time_step_limit=(0.2, 0.9), chunk_size=4)],
@@ -256,7 +266,9 @@ SHAPES = {
                         n_group=2, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=False)],
 }
 # Sizes that a family does not have.
-WITHOUT = {"GPT2": ["num_key_value_heads", "intermediate_size"], "GPTNeoX": ["num_key_value_heads"],
+WITHOUT = {"Mamba": ["num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings"],
+           "FalconMamba": ["num_attention_heads", "num_key_value_heads", "max_position_embeddings"],
+           "GPT2": ["num_key_value_heads", "intermediate_size"], "GPTNeoX": ["num_key_value_heads"],
            "NemotronH": ["num_hidden_layers", "tie_word_embeddings"]}
 # Ways to run; none moves a bit.
 WAYS = [["--micro-batch", "2"], ["--micro-batch", "3"], ["--micro-batch", str(SEQUENCES)], ["--pad", "left:3"],

@@ -912,6 +912,18 @@ mod tests {
                 json!({"model_type": "rwkv7", "a_low_rank_dim": 96, "attn": null, "attn_mode": "chunk", "decay_low_rank_dim": 96, "fuse_cross_entropy": true, "fuse_norm": false, "gate_low_rank_dim": 256, "head_dim": 16, "hidden_act": "sqrelu", "hidden_ratio": 4.0, "intermediate_size": 192, "max_position_embeddings": 2048, "norm_bias": true, "norm_eps": 1e-05, "norm_first": true, "num_heads": 3, "tie_word_embeddings": false, "v_low_rank_dim": 64, "value_dim": [48, 48], "rms_norm_eps": null, "num_key_value_heads": null, "num_attention_heads": null}),
             ),
             (
+                "mamba-130m-hf",
+                json!({"model_type": "mamba", "conv_kernel": 4, "d_inner": 96, "d_model": 48, "expand": 2, "fused_add_norm": true, "hidden_act": "silu", "hidden_size": 48, "initializer_range": 0.1, "intermediate_size": 96, "layer_norm_epsilon": 1e-05, "max_position_embeddings": null, "n_layer": 2, "num_attention_heads": null, "num_key_value_heads": null, "pad_vocab_size_multiple": 8, "rescale_prenorm_residual": false, "residual_in_fp32": true, "rms_norm": true, "rms_norm_eps": null, "ssm_cfg": {}, "state_size": 16, "time_step_floor": 0.0001, "time_step_init_scheme": "random", "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 3, "time_step_scale": 1.0, "use_bias": false, "use_conv_bias": true}),
+            ),
+            (
+                "falcon-mamba-7b",
+                json!({"model_type": "falcon_mamba", "conv_kernel": 4, "expand": 16, "hidden_act": "silu", "hidden_size": 48, "initializer_range": 0.1, "intermediate_size": 96, "layer_norm_epsilon": 1e-05, "max_position_embeddings": null, "mixer_rms_eps": 1e-06, "num_attention_heads": null, "num_key_value_heads": null, "rescale_prenorm_residual": false, "residual_in_fp32": true, "rms_norm_eps": null, "state_size": 16, "tie_word_embeddings": false, "time_step_floor": 0.0001, "time_step_init_scheme": "random", "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 3, "time_step_scale": 1.0, "use_bias": false, "use_conv_bias": true}),
+            ),
+            (
+                "Jamba-v0.1",
+                json!({"model_type": "jamba", "attention_dropout": 0.0, "attn_layer_offset": 1, "attn_layer_period": 2, "calc_logits_for_entire_prompt": false, "expert_layer_offset": 1, "expert_layer_period": 2, "hidden_act": "silu", "initializer_range": 0.02, "intermediate_size": 80, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_dt_rank": 3, "mamba_expand": 2, "mamba_inner_layernorms": true, "mamba_proj_bias": false, "max_position_embeddings": null, "n_ctx": 262144, "num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2, "num_logits_to_keep": 1, "output_router_logits": false, "rms_norm_eps": 1e-06, "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false, "use_mamba_kernels": true}),
+            ),
+            (
                 "Mamba-Codestral",
                 json!({"model_type": "mamba2", "chunk_size": 256, "conv_kernel": 4, "expand": 2, "head_dim": 16, "hidden_act": "silu", "hidden_size": 48, "intermediate_size": 96, "layer_norm_epsilon": 1e-05, "n_groups": 2, "norm_before_gate": true, "num_heads": 6, "rescale_prenorm_residual": false, "residual_in_fp32": true, "rms_norm": true, "state_size": 16, "tie_word_embeddings": false, "time_step_floor": 0.0001, "time_step_init_scheme": "random", "time_step_limit": [0.0, {"__float__": "Infinity"}], "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 256, "time_step_scale": 1.0, "use_bias": false, "use_conv_bias": true, "max_position_embeddings": null, "rms_norm_eps": null, "num_key_value_heads": null, "num_attention_heads": null}),
             ),

@@ -12,6 +12,7 @@ mod ernie4_5;
 mod ernie4_5_moe;
 mod exaone4;
 mod falcon_h1;
+mod falcon_mamba;
 mod gemma2;
 mod gemma3_text;
 mod glm4;
@@ -24,10 +25,12 @@ mod granitemoe;
 mod granitemoehybrid;
 mod hunyuan_v1_dense;
 mod hunyuan_v1_moe;
+mod jamba;
 mod kimi_linear;
 mod lfm2;
 mod lfm2_moe;
 mod llama;
+mod mamba;
 mod mamba2;
 mod minimax_m2;
 mod ministral3;
@@ -95,6 +98,9 @@ const ALL: &[Family] = &[
     minimax_m2::FAMILY,
     ernie4_5_moe::FAMILY,
     dots1::FAMILY,
+    mamba::FAMILY,
+    falcon_mamba::FAMILY,
+    jamba::FAMILY,
     mamba2::FAMILY,
     bamba::FAMILY,
     granitemoehybrid::FAMILY,

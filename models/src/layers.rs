@@ -18,6 +18,7 @@ pub(crate) mod heads;
 pub(crate) mod latent_attention;
 pub(crate) mod linear;
 pub(crate) mod loader;
+pub(crate) mod mamba;
 pub(crate) mod mamba2;
 pub(crate) mod mlp;
 pub(crate) mod moe;
@@ -162,6 +163,8 @@ layers! {
     LatentAttention in latent_attention, state: latent_attention::LatentAttention::state;
     /// A short convolution between two gates.
     ShortConv in conv, state: conv::ShortConv::state;
+    /// A scan of Mamba.
+    Mamba in mamba, state: mamba::Mamba::state;
     /// A scan of Mamba-2.
     Mamba2 in mamba2, state: mamba2::Mamba2::state;
     /// The time mix of RWKV-7.

@@ -18,6 +18,7 @@ pub mod plan {
     pub use crate::layers::head::Finish;
     pub use crate::layers::heads::{NormOf, QkNorm, Rope};
     pub use crate::layers::latent_attention::Plan as LatentAttention;
+    pub use crate::layers::mamba::{Norms as ScanNorms, Plan as Mamba};
     pub use crate::layers::mamba2::{Gate as ScanGate, Plan as Mamba2};
     pub use crate::layers::mlp::{Activation, Names as MlpNames, Plan as Mlp};
     pub use crate::layers::moe::Plan as Moe;

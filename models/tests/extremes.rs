@@ -310,6 +310,11 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
             8 => plan.rope.dim = n,
             at => of_heads(&mut plan.heads, at),
         },
+        Layer::Mamba(plan) => {
+            let sizes = [&mut plan.hidden, &mut plan.inner, &mut plan.state_dim, &mut plan.rank, &mut plan.taps];
+            let at = pick.below(sizes.len());
+            *sizes.into_iter().nth(at).expect("it is one of them") = n;
+        }
         Layer::Mamba2(plan) => {
             let sizes = [
                 &mut plan.hidden,
@@ -360,9 +365,19 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
 fn changed_configs_are_refused() {
     let cpu = Cpu::best();
     let mut refused = 0;
-    for name in
-        ["llama3", "mixtral", "deepseek-v2", "gemma2", "lfm2", "mamba2", "rwkv7", "qwen3-next", "gpt2", "gpt-neox"]
-    {
+    for name in [
+        "llama3",
+        "mixtral",
+        "deepseek-v2",
+        "gemma2",
+        "lfm2",
+        "mamba2",
+        "falcon-mamba",
+        "rwkv7",
+        "qwen3-next",
+        "gpt2",
+        "gpt-neox",
+    ] {
         let good = Config::load(&checkpoint(name)).unwrap();
         let tensors = Model::read_tensors(&checkpoint(name)).unwrap();
         let views: BTreeMap<_, _> = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.view())).collect();

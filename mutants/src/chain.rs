@@ -108,6 +108,14 @@ pub const MUTATIONS: &[Mutation] = &[
         answer: |mutant, case| mutant.model(case, ModelMutation::GateBehindNorm),
     },
     Mutation {
+        name: "steps_without_their_norm",
+        about: "What the steps of a scan of Mamba are projected from is not normed.",
+        op: "chain",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| mutant.model(case, ModelMutation::StepsUnnormed),
+    },
+    Mutation {
         name: "snapshot_one_token_late",
         about: "A prefix hit goes on from states that have seen one token more than the prefix has.",
         op: "chain",

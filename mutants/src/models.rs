@@ -27,6 +27,8 @@ pub enum ModelMutation {
     NarrowState,
     /// In a scan of Mamba-2 whose norm stands behind the gate, it stands before.
     GateBehindNorm,
+    /// In a scan of Mamba whose steps have a norm, they have none.
+    StepsUnnormed,
     /// Of a chunk, what mixes tokens with those before them keeps the token before its last.
     ShiftAfterChunk,
     /// The logarithm of a decay is taken for that of its logarithm: `exp(-exp(w))` for `exp(w)`.
@@ -56,6 +58,8 @@ pub struct ModelMutant<P> {
     scanned: [Vec<f32>; 2],
     /// What a gated delta rule has read behind its norm.
     normed: Vec<f32>,
+    /// What steps of a scan of Mamba are projected from, before its norm.
+    projected: Vec<f32>,
     /// Of each layer how many gates its attention has, 0 for none.
     gates: Vec<usize>,
     /// The layers that a micro-batch has been through.
@@ -80,6 +84,7 @@ impl<P: Probe> ModelMutant<P> {
             scans: config.blocks.iter().map(scan).collect(),
             scanned: Default::default(),
             normed: Vec::new(),
+            projected: Vec::new(),
             gates: config.blocks.iter().map(|block| block.iter().map(gates_of).max().unwrap_or(0)).collect(),
             attended: Vec::new(),
             entered: BTreeMap::new(),
@@ -197,8 +202,12 @@ impl<P> ModelMutant<P> {
                     }
                 }
             }
+            (ModelMutation::StepsUnnormed, "projected", _) => self.projected = seen.values.to_vec(),
+            (ModelMutation::StepsUnnormed, "steps", _) if !self.projected.is_empty() => {
+                seen.values.copy_from_slice(&self.projected);
+            }
             (ModelMutation::RuleUngated, "normed", _) => self.normed = seen.values.to_vec(),
-            // Scans of Mamba-2 have a site of this name too.
+            // Scans have a site of this name too.
             (ModelMutation::RuleUngated, "gated", _) if !self.normed.is_empty() => {
                 seen.values.copy_from_slice(&self.normed);
             }

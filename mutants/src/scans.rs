@@ -70,6 +70,16 @@ fn without_what_follows(mutant: &Mutant, case: &Case) -> Answer {
     mutant.asked(case, |case| drop(case.inputs.remove("dnext")))
 }
 
+/// With other logarithms of rates, made of those that there are and of how many a channel has.
+fn with_rates(mutant: &Mutant, case: &Case, change: fn(Vec<f64>, usize) -> Vec<f64>) -> Answer {
+    mutant.asked(case, |case| {
+        let a = &case.inputs["a_log"];
+        let others = change(a.to_f64(), a.shape()[1]);
+        let others = round::tensor(a.dtype(), a.shape(), &others);
+        case.inputs.insert("a_log".into(), others);
+    })
+}
+
 pub const MUTATIONS: &[Mutation] = &[
     Mutation {
         name: "scan_state_narrowed",
@@ -122,6 +132,64 @@ pub const MUTATIONS: &[Mutation] = &[
         name: "gradient_of_padded_positions",
         about: "Positions of padding have gradients as all others.",
         op: "ssd_scan_backward",
+        caught_by: "invariance:padding",
+        also_red: Others::Are(&["accuracy", "golden"]),
+        answer: without_len,
+    },
+    Mutation {
+        name: "selective_state_narrowed",
+        about: "The state that a scan of Mamba ends with is kept as bf16.",
+        op: "selective_scan",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&["accuracy", "golden"]),
+        answer: with_narrow_state,
+    },
+    Mutation {
+        name: "rates_exponentiated_twice",
+        about: "What the elements of a state decay by are the exponentials of one too many.",
+        op: "selective_scan",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| with_rates(mutant, case, |rates, _| rates.into_iter().map(f64::exp).collect()),
+    },
+    Mutation {
+        name: "one_rate_for_a_channel",
+        about: "All elements of a channel's state decay as the first one does.",
+        op: "selective_scan",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            with_rates(mutant, case, |rates, n| (0..rates.len()).map(|i| rates[i - i % n]).collect())
+        },
+    },
+    Mutation {
+        name: "selective_scan_by_chunks",
+        about: "Four positions at once: what they make of nothing and of the state that came in are added.",
+        op: "selective_scan",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&["accuracy", "golden"]),
+        answer: by_chunks,
+    },
+    Mutation {
+        name: "selective_scan_goes_on_through_padding",
+        about: "The state is that behind the last position, whether or not that is padding.",
+        op: "selective_scan",
+        caught_by: "invariance:padding",
+        also_red: Others::Are(&["accuracy", "golden"]),
+        answer: with_state_behind_padding,
+    },
+    Mutation {
+        name: "selective_gradient_of_what_follows_forgotten",
+        about: "What comes behind a piece of a sequence has no gradient.",
+        op: "selective_scan_backward",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: without_what_follows,
+    },
+    Mutation {
+        name: "selective_gradient_of_padded_positions",
+        about: "Positions of padding have gradients as all others.",
+        op: "selective_scan_backward",
         caught_by: "invariance:padding",
         also_red: Others::Are(&["accuracy", "golden"]),
         answer: without_len,

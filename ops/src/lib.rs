@@ -116,6 +116,9 @@ pub use rope::rope_backward::rope_backward;
 pub use samebits_schema as schema;
 pub use samebits_schema::batch_loss::MOST_GROUPS;
 pub use samebits_schema::{Attributes, DType};
+pub use scan::selective::{SelectiveInputs, SelectiveScan};
+pub use scan::selective_scan::selective_scan;
+pub use scan::selective_scan_backward::{SelectiveGradients, SelectiveOutputGradients, selective_scan_backward};
 pub use scan::ssd::{ScanInputs, SsdScan};
 pub use scan::ssd_scan::ssd_scan;
 pub use scan::ssd_scan_backward::{ScanGradients, ScanOutputGradients, ssd_scan_backward};
@@ -198,6 +201,10 @@ pub mod device {
     pub use crate::registry::units;
     pub use crate::rope::rope::{Rotations, on_device as rope};
     pub use crate::rope::rope_backward::on_device as rope_backward;
+    pub use crate::scan::selective_scan::{DeviceInputs as SelectiveInputs, on_device as selective_scan};
+    pub use crate::scan::selective_scan_backward::{
+        DeviceOutputGradients as SelectiveOutputGradients, on_device as selective_scan_backward,
+    };
     pub use crate::scan::ssd_scan::{DeviceInputs as ScanInputs, on_device as ssd_scan};
     pub use crate::scan::ssd_scan_backward::{
         DeviceOutputGradients as ScanOutputGradients, on_device as ssd_scan_backward,

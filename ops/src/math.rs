@@ -247,7 +247,13 @@ pub fn ln(l: f32) -> f64 {
 
 /// `ln(1 + e^x)`, rounded to f32 once.
 pub fn softplus(x: f32) -> f32 {
-    let l = ln1p(exp(Scalar, -x.abs()), 1.0);
+    softplus_by(x, exp(Scalar, -x.abs()))
+}
+
+/// The same where `e^-|x|` is known.
+#[inline(always)]
+pub fn softplus_by(x: f32, w: f32) -> f32 {
+    let l = ln1p(w, 1.0);
     (if x > 0.0 { f64::from(x) + l } else { l }) as f32
 }
 

@@ -25,6 +25,8 @@ pub struct Profile {
     pub chains: usize,
     /// Elements of a block of a gradient's norm.
     pub norm_block: usize,
+    /// Channels of a block in the gradient of a selective scan.
+    pub channels: usize,
     /// The least power of two, beside the largest, that a weight may have; below it is +0.
     pub negligible: f32,
     /// From |n| of this size on the log-probabilities and the entropy of a row are measured from its top.
@@ -65,6 +67,7 @@ pub const IEEE: Profile = Profile {
     keys: 256,
     chains: 64,
     norm_block: 65536,
+    channels: 64,
     negligible: -100.0,
     far: 65536.0,
     whole: 4_194_304.0,
@@ -115,7 +118,7 @@ impl Profile {
 
     /// `profile.cuh`: the same for kernels of a device.
     pub fn header(&self) -> String {
-        let Profile { name, lanes, segments, segment_step, keys, chains, .. } = self;
+        let Profile { name, lanes, segments, segment_step, keys, chains, channels, .. } = self;
         let f32_of = |value: f32| format!("__uint_as_float(0x{:08X}u)", value.to_bits());
         let f64_of = |value: f64| format!("__longlong_as_double(0x{:016X}ll)", value.to_bits());
         let exp2 = |at: usize| f32_of(f32::from_bits(self.exp2[at]));
@@ -126,6 +129,7 @@ impl Profile {
             ("SEGMENT_STEP", segment_step.to_string(), "A segment is a multiple of this."),
             ("KEYS", keys.to_string(), "Keys of a block of attention."),
             ("CHAINS", chains.to_string(), "Chains of a sum over tokens."),
+            ("CHANNELS", channels.to_string(), "Channels of a block in the gradient of a selective scan."),
             (
                 "NEGLIGIBLE",
                 format!("{:?}f", self.negligible),
@@ -208,6 +212,7 @@ mod tests {
             (Profile { segment_step: 1, ..IEEE }, "segment_step"),
             (Profile { keys: 1, ..IEEE }, "keys"),
             (Profile { chains: 1, ..IEEE }, "chains"),
+            (Profile { channels: 1, ..IEEE }, "channels"),
             (Profile { negligible: -99.0, ..IEEE }, "negligible"),
             (Profile { far: next(IEEE.far), ..IEEE }, "far"),
             (Profile { whole: next(IEEE.whole), ..IEEE }, "whole"),

@@ -150,6 +150,15 @@ def scanned(x, dt, a_log, b, c, d, bias, state):
     return torch.stack(rows, 1), state
 
 
+def selected(x, dt, a_log, b, c, d, bias, state):
+    e, rows = torch.nn.functional.softplus(dt + bias), []
+    for t in range(x.shape[1]):
+        kept = torch.exp(-torch.exp(a_log) * e[:, t, :, None]) * state
+        state = kept + (e[:, t] * x[:, t])[..., None] * b[:, t, None]
+        rows.append((state * c[:, t, None]).sum(-1) + d * x[:, t])
+    return torch.stack(rows, 1), state
+
+
 def rwkv(r, w, k, v, a, b, state):
     rows = []
     for t in range(r.shape[1]):
@@ -239,6 +248,11 @@ CASES = {
         [(2, 5, 4, 3), (2, 5, 4), (4,), (2, 5, 2, 8), (2, 5, 2, 8), (4,), (4,), (2, 4, 3, 8)],
         lambda *given: ops.ssd_scan(*given),
         scanned,
+    ),
+    "selective_scan": (
+        [(2, 5, 6), (2, 5, 6), (6, 4), (2, 5, 4), (2, 5, 4), (6,), (6,), (2, 6, 4)],
+        lambda *given: ops.selective_scan(*given),
+        selected,
     ),
     "wkv7": ([(2, 5, 3, 8)] * 6 + [(2, 3, 8, 8)], lambda *given: ops.wkv7(*given), rwkv),
     "gated_delta_rule": (

@@ -64,6 +64,8 @@ pub mod rope_backward;
 pub mod route;
 pub mod route_backward;
 pub mod scale;
+pub mod selective_scan;
+pub mod selective_scan_backward;
 pub mod sigmoid_mul;
 pub mod sigmoid_mul_backward;
 pub mod silu_mul;
@@ -101,6 +103,8 @@ pub static OPS: &[&Op] = &[
     &causal_conv1d_dw::OP,
     &ssd_scan::OP,
     &ssd_scan_backward::OP,
+    &selective_scan::OP,
+    &selective_scan_backward::OP,
     &wkv7::OP,
     &wkv7_backward::OP,
     &gated_delta_rule::OP,

@@ -11,78 +11,97 @@ pub(super) const SPEC: Spec = Spec {
 };
 
 /// What scans are asked.
-const SCANS: &[Fill] =
+pub(super) const SCANS: &[Fill] =
     &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes];
 
 pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let [b, t, h, p, g, n] = ["B", "T", "H", "P", "G", "N"].map(|axis| maker.dim(axis));
-    let of_rows = |name: &str, [heads, elements]: [usize; 2]| {
-        let len = b * t * heads * elements;
-        match maker.fill {
-            // Positions in pairs that are nearly opposite, of steps that hardly decay.
-            Fill::Cancel if name == "x" => {
-                let values = maker.values(name, Fill::Normal, len, elements);
-                let row = heads * elements;
-                (0..len).map(|i| if i / row % 2 == 1 { -values[i - row] } else { values[i] }).collect()
-            }
-            // One state is all that there is, and nothing is added to it that a -0 would not outlast.
-            Fill::Classes => {
-                vec![[("c", 1.0), ("b", -0.0)].into_iter().find(|of| of.0 == name).map_or(0.0, |of| of.1); len]
-            }
-            // Products of three stay within f32.
-            Fill::NearOverflow if name != "x" => maker.values(name, Fill::Normal, len, elements),
-            Fill::NearOverflow if maker.dtype != DType::Fp16 => {
-                maker.values(name, maker.fill, len, elements).into_iter().map(|v| v * round::pow2(-8)).collect()
-            }
-            // Where all were wide, most would be beyond f32.
-            Fill::Wide if name == "b" => maker.values(name, Fill::Normal, len, elements),
-            fill => maker.values(name, fill, len, elements),
-        }
-    };
-    let of_heads = |name: &str| match maker.fill {
-        Fill::Edges => maker.sparse_edges(name, h, 5),
-        _ => maker.values(name, Fill::Normal, h, h),
-    };
-    let dt = match maker.fill {
-        // Steps of +0: nothing decays and nothing enters.
-        Fill::Classes => vec![f64::NEG_INFINITY; b * t * h],
-        Fill::Edges => maker.sparse_edges("dt", b * t * h, 11),
-        // From steps that vanish to some that leave nothing.
-        Fill::Wide => maker.values("dt", Fill::Normal, b * t * h, h).into_iter().map(|v| v * 32.0).collect(),
-        Fill::Cancel => maker.values("dt", Fill::Normal, b * t * h, h).into_iter().map(|v| v * 0.25 - 4.0).collect(),
-        _ => maker.values("dt", Fill::Normal, b * t * h, h).into_iter().map(|v| v - 1.0).collect(),
-    };
-    let a_log = if maker.fill == Fill::Classes { vec![0.0; h] } else { of_heads("a_log") };
+    let (x, dt) = (rows(maker, "x", &[b, t, h, p]), steps(maker, &[b, t, h]));
+    let [of_b, of_c] = ["b", "c"].map(|name| rows(maker, name, &[b, t, g, n]));
+    let a_log = if maker.fill == Fill::Classes { vec![0.0; h] } else { of_heads(maker, "a_log", h) };
     let mut inputs = maker.floats([
-        ("x", vec![b, t, h, p], of_rows("x", [h, p])),
+        ("x", vec![b, t, h, p], x),
         ("dt", vec![b, t, h], dt),
         ("a_log", vec![h], a_log),
-        ("b", vec![b, t, g, n], of_rows("b", [g, n])),
-        ("c", vec![b, t, g, n], of_rows("c", [g, n])),
+        ("b", vec![b, t, g, n], of_b),
+        ("c", vec![b, t, g, n], of_c),
     ]);
+    further(maker, &mut inputs, h, &["B", "H", "P", "N"]);
+    inputs
+}
+
+/// What has a row for each position: x, b and c. The axes are sequences, positions, and those of a row.
+pub(super) fn rows(maker: &Maker, name: &str, axes: &[usize]) -> Vec<f64> {
+    let (len, elements) = (axes.iter().product(), axes[axes.len() - 1]);
+    match maker.fill {
+        // Positions in pairs that are nearly opposite, of steps that hardly decay.
+        Fill::Cancel if name == "x" => {
+            let values = maker.values(name, Fill::Normal, len, elements);
+            let row: usize = axes[2..].iter().product();
+            (0..len).map(|i| if i / row % 2 == 1 { -values[i - row] } else { values[i] }).collect()
+        }
+        // One state is all that there is, and nothing is added to it that a -0 would not outlast.
+        Fill::Classes => {
+            vec![[("c", 1.0), ("b", -0.0)].into_iter().find(|of| of.0 == name).map_or(0.0, |of| of.1); len]
+        }
+        // Products of three stay within f32.
+        Fill::NearOverflow if name != "x" => maker.values(name, Fill::Normal, len, elements),
+        Fill::NearOverflow if maker.dtype != DType::Fp16 => {
+            maker.values(name, maker.fill, len, elements).into_iter().map(|v| v * round::pow2(-8)).collect()
+        }
+        // Where all were wide, most would be beyond f32.
+        Fill::Wide if name == "b" => maker.values(name, Fill::Normal, len, elements),
+        fill => maker.values(name, fill, len, elements),
+    }
+}
+
+/// Steps before their softplus.
+pub(super) fn steps(maker: &Maker, axes: &[usize]) -> Vec<f64> {
+    let (len, last) = (axes.iter().product(), axes[axes.len() - 1]);
+    let drawn = |change: fn(f64) -> f64| maker.values("dt", Fill::Normal, len, last).into_iter().map(change).collect();
+    match maker.fill {
+        // Steps of +0: nothing decays and nothing enters.
+        Fill::Classes => vec![f64::NEG_INFINITY; len],
+        Fill::Edges => maker.sparse_edges("dt", len, 11),
+        // From steps that vanish to some that leave nothing.
+        Fill::Wide => drawn(|v| v * 32.0),
+        Fill::Cancel => drawn(|v| v * 0.25 - 4.0),
+        _ => drawn(|v| v - 1.0),
+    }
+}
+
+/// What heads, or channels, have of their own.
+pub(super) fn of_heads(maker: &Maker, name: &str, len: usize) -> Vec<f64> {
+    match maker.fill {
+        Fill::Edges => maker.sparse_edges(name, len, 5),
+        _ => maker.values(name, Fill::Normal, len, len),
+    }
+}
+
+/// The inputs that may be left out: for each of `h` heads or channels d and dt_bias, a state of `axes`, lengths.
+pub(super) fn further(maker: &Maker, inputs: &mut BTreeMap<String, Tensor>, h: usize, axes: &[&str]) {
     for name in ["d", "dt_bias"].into_iter().filter(|name| maker.has(name)) {
-        inputs.extend(maker.floats([(name, vec![h], of_heads(name))]));
+        inputs.extend(maker.floats([(name, vec![h], of_heads(maker, name, h))]));
     }
     if maker.has("state") {
-        inputs.insert("state".into(), state(maker, "state"));
+        inputs.insert("state".into(), state(maker, "state", axes));
     }
     if maker.has("len") {
         inputs.insert("len".into(), causal_conv1d::lengths(maker));
     }
-    inputs
 }
 
-/// `name[B,H,P,N]` of f32: in classes, every border of f32.
-pub(super) fn state(maker: &Maker, name: &str) -> Tensor {
-    let shape = ["B", "H", "P", "N"].map(|axis| maker.dim(axis));
-    let (len, wide) = (shape.iter().product(), Maker { dtype: DType::Fp32, ..*maker });
+/// A state of f32: in classes, every border of f32.
+pub(super) fn state(maker: &Maker, name: &str, axes: &[&str]) -> Tensor {
+    let shape: Vec<usize> = axes.iter().map(|axis| maker.dim(axis)).collect();
+    let (len, last, wide) = (shape.iter().product(), shape[shape.len() - 1], Maker { dtype: DType::Fp32, ..*maker });
     let state = match maker.fill {
         Fill::Classes => wide.borders_from(0, len),
-        Fill::Cancel => wide.values(name, Fill::Normal, len, shape[3]),
+        Fill::Cancel => wide.values(name, Fill::Normal, len, last),
         Fill::NearOverflow => {
-            wide.values(name, Fill::NearOverflow, len, shape[3]).into_iter().map(|v| v * round::pow2(-8)).collect()
+            wide.values(name, Fill::NearOverflow, len, last).into_iter().map(|v| v * round::pow2(-8)).collect()
         }
-        fill => wide.values(name, fill, len, shape[3]),
+        fill => wide.values(name, fill, len, last),
     };
     round::tensor(DType::Fp32, &shape, &state)
 }
@@ -200,12 +219,14 @@ impl Num {
         let sigmoid = 1.0 / (1.0 + (-self.value).exp());
         // e^-|v| is off by about a unit, and so are what follows from it.
         let (softplus, of_v) = (self.value.max(0.0) + (-self.value.abs()).exp().ln_1p(), self.error * sigmoid);
+        // Where e^-v is beyond f32, nothing is left of the derivative.
+        let lost = if (-self.value).exp() > HUGE { sigmoid * round::pow2(24) } else { 2.0 * sigmoid };
         match () {
             _ if self.value.is_nan() || self.error.is_infinite() => [self, self],
             _ if self.value.is_infinite() => [Num::exact(softplus), Num::exact(sigmoid)],
             _ => [
                 Num { value: softplus, error: of_v + softplus + FLOOR },
-                Num { value: sigmoid, error: sigmoid * (1.0 - sigmoid) * self.error + 2.0 * sigmoid + FLOOR },
+                Num { value: sigmoid, error: sigmoid * (1.0 - sigmoid) * self.error + lost + FLOOR },
             ],
         }
     }

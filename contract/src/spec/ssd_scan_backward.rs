@@ -36,7 +36,7 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         }
     }
     if maker.has("dnext") {
-        inputs.insert("dnext".into(), state(maker, "dnext"));
+        inputs.insert("dnext".into(), state(maker, "dnext", &["B", "H", "P", "N"]));
     }
     inputs
 }

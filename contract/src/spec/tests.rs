@@ -365,6 +365,29 @@ fn recurrences_of_rwkv_by_hand() {
     assert_eq!(values(&call, "y"), [11.0, 0.0, 36.0, -2.0, -2.0, -10.0, 0.0, 0.0]);
 }
 
+/// Two channels of a state of two elements, two positions; the second sequence is of one. Steps are 32 where they are any.
+#[test]
+fn selective_scans_by_hand() {
+    let (none, nothing) = (f32::NEG_INFINITY, [9.0, 9.0]);
+    let inputs = [
+        ("x", f32s(&[2, 2, 2], &[1.0, 2.0, -1.0, 3.0, 4.0, 1.0, nothing[0], nothing[1]])),
+        ("dt", f32s(&[2, 2, 2], &[32.0, none, 32.0, 32.0, none, 32.0, nothing[0], nothing[1]])),
+        // The first channel forgets neither element, the second its second one.
+        ("a_log", f32s(&[2, 2], &[none, none, none, 9.0])),
+        ("b", f32s(&[2, 2, 2], &[1.0, 2.0, 0.5, 1.0, 3.0, 0.25, nothing[0], nothing[1]])),
+        ("c", f32s(&[2, 2, 2], &[1.0, 1.0, 2.0, -1.0, 1.0, 2.0, nothing[0], nothing[1]])),
+        ("d", f32s(&[2], &[0.0, 10.0])),
+        ("state", f32s(&[2, 2, 2], &[1.0, 0.0, 5.0, 6.0, 7.0, 8.0, 1.0, 2.0])),
+        ("len", Tensor::i32(&[2], vec![2, 1])),
+    ];
+    let values =
+        |case: &Case, output: &str| judged(case, output).into_iter().map(|(v, _)| v.round()).collect::<Vec<_>>();
+    let call = case("selective_scan", &[], &inputs);
+    // 32 and 64 enter (1, 0), then -16 and -32; (5, 6) rests, and then 48 enters what is left of it, and 96.
+    assert_eq!(values(&call, "next"), [17.0, 32.0, 53.0, 96.0, 7.0, 8.0, 97.0, 8.0]);
+    assert_eq!(values(&call, "y"), [97.0, 31.0, 2.0, 40.0, 23.0, 123.0, 0.0, 0.0]);
+}
+
 /// A key of two elements, two value heads of one element, two tokens; the second sequence is of one.
 #[test]
 fn delta_rules_by_hand() {
@@ -828,9 +851,9 @@ fn differences(spec: &Spec, forward: &Spec, params: &[(&str, &str)], mut inputs:
     assert!(!gradients.is_empty());
     for (name, gradient) in &gradients {
         let x = inputs[&name[1..]].to_f64();
-        // 64 chains are one sum, and so is what a scan gives of its heads' parameters by position.
+        // 64 chains are one sum, and so is what a scan gives of its heads' or channels' parameters, by position or by sequence.
         let many = if gradient.shape[0] == 64 { 64 } else { 1 };
-        let many = if ["da_log", "dd"].contains(&name.as_str()) { gradient.shape[..2].iter().product() } else { many };
+        let many = if ["da_log", "dd"].contains(&name.as_str()) { gradient.value.len() / x.len() } else { many };
         assert_eq!(gradient.value.len(), x.len() * many);
         for i in 0..x.len() {
             let found: f64 = gradient.value.iter().skip(i).step_by(x.len()).sum();

@@ -64,6 +64,7 @@ impl Vector {
 
 /// The norm of rows.
 pub(crate) struct Norm {
+    /// Ones without a name where the folder has none.
     weight: Vector,
     kind: Rows,
     of_gradient: Attributes,
@@ -95,6 +96,13 @@ impl Norm {
             }
         };
         Ok(Norm { weight, kind, of_gradient: plan.of_gradient() })
+    }
+
+    /// The RMS norm of rows of `n` elements that has no weights.
+    pub fn without_weights(n: usize, plan: &Plan) -> Result<Norm, ModelError> {
+        let weight = Vector { name: String::new(), w: Tensor::new(vec![1f32; n], &[n])? };
+        let attributes = plan.of_gradient();
+        Ok(Norm { weight, kind: Rows::Rms(attributes.clone()), of_gradient: attributes })
     }
 
     pub fn move_to(&mut self, device: &Device) -> Result<(), ModelError> {
@@ -168,6 +176,9 @@ impl Norm {
     /// Adds the tokens of x to the gradients of the weights and the bias.
     fn add_gradients(&self, back: &mut Backward, x: &Tensor, dy: &Tensor) -> Result<(), ModelError> {
         let (n, of) = (x.shape()[1], |vector: &Vector| Of::whole(&vector.name));
+        if self.weight.name.is_empty() {
+            return Ok(());
+        }
         let op = match &self.kind {
             Rows::Rms(_) => "rms_norm_dw",
             Rows::Layer { bias } => {

@@ -1,4 +1,5 @@
 // Gradient of the scan of Mamba-2: ssd_scan_backward.rs.
+#include "parts.cuh"
 #include "ssd.cuh"
 
 // A block takes a head of a sequence: its part of db and dc and all that it makes by itself. Its slot of the workspace has x, dy
@@ -158,8 +159,6 @@ ssd_scan_backward_heads(
     }
 }
 
-// A thread takes an element of db and dc: the heads of its group that are among `count` from `first` on, ascending; those before
-// are in the totals.
 KERNEL(256, 4)
 ssd_scan_backward_add(
     GLOBAL(const In) x, GLOBAL(const In) dt, GLOBAL(const In) a_log, GLOBAL(const In) b, GLOBAL(const In) c,
@@ -168,26 +167,5 @@ ssd_scan_backward_add(
     float dt_max, REREAD(float) totals, GLOBAL(const float) parts, GLOBAL(Out) db, GLOBAL(Out) dc, long long first,
     long long count, long long all
 ) {
-    long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i >= all) return;
-    long long n = i % state_dim, group = i / state_dim % groups, t = i / state_dim / groups % length;
-    long long batch = i / state_dim / groups / length, of_group = heads / groups;
-    long long begin = batch * heads + group * of_group, end = length;
-    if (has_len) end = len[batch];
-    long long from = max(begin, first), to = min(begin + of_group, first + count);
-    if (from >= to) return;
-    float of_b = 0.0f, of_c = 0.0f;
-    if (from > begin) {
-        of_b = totals[i];
-        of_c = totals[all + i];
-    }
-    for (long long unit = from; unit < to && t < end; unit++) {
-        GLOBAL(const float) part = parts + (unit - first) * 2 * length * state_dim;
-        of_b = __fadd_rn(of_b, part[t * state_dim + n]);
-        of_c = __fadd_rn(of_c, part[(length + t) * state_dim + n]);
-    }
-    totals[i] = of_b;
-    totals[all + i] = of_c;
-    db[i] = narrow<Out>(of_b);
-    dc[i] = narrow<Out>(of_c);
+    add_parts(Totals{totals, parts, len, has_len, length, heads, groups, state_dim}, db, dc, first, count, all);
 }

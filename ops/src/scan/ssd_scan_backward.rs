@@ -8,25 +8,20 @@
 //! Rounding: every step once to f32; last rounding of dx, ddt, db and dc.
 //! Special: positions behind `len` are not read, and their gradients are +0; so is ddt where a limit took the place of a step.
 //!
-//! States are computed again from those of every so many positions, which are kept. Some heads are taken at a time, each by one
-//! thread; then their parts of db and dc are added.
+//! Heads are the units of `reverse.rs`.
 
+use super::reverse::{self, Room, Slot, Units, stretch};
 use super::ssd::{Advance, Scan, ScanInputs, SsdScan, Step, Tensors, lanes_of};
 use super::ssd_scan::{DeviceInputs, Parts};
-use crate::backend::device::workspace::choose as choose_on_device;
 use crate::backend::device::{Buffer, Build, Device, Unit};
 use crate::call::Entry;
 use crate::conv::causal_conv1d::{Part as DevicePart, optional};
 use crate::element::{Stored, typed};
-use crate::pack::as_floats_mut;
 use crate::parallel::SharedOut;
 use crate::reduce::Lanes;
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
 use crate::through_f32::convert;
-use crate::workspace::{Need, Plan, choose};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
-use std::iter::successors;
-use std::ops::Range;
 
 const NAME: &str = "ssd_scan_backward";
 
@@ -165,64 +160,11 @@ struct Made<'a, O> {
     dstate: SharedOut<'a, f32>,
 }
 
-/// How many heads are worked on at a time.
-#[derive(Clone, Copy)]
-struct Cut {
-    shape: SsdScan,
-    units: usize,
-    workers: usize,
-}
-
-impl Cut {
-    /// From the one that is preferred to the smallest.
-    fn all(shape: &SsdScan, threads: usize) -> impl Iterator<Item = Cut> {
-        let units = shape.units().clamp(1, 4 * threads);
-        let halves = successors(Some(units), |units| Some(units / 2).filter(|units| *units > 0));
-        let shape = *shape;
-        halves.map(move |units| Cut { shape, units, workers: threads.min(units) })
-    }
-
-    /// Positions from one state that is kept to the next: the root of how many there are.
-    fn stretch(&self) -> usize {
-        stretch(self.shape.length)
-    }
-
-    /// db and dc of a head.
-    fn of_part(&self) -> usize {
-        2 * self.shape.length * self.shape.state_dim
-    }
-
-    /// The totals of db or dc.
-    fn of_total(&self) -> usize {
-        self.shape.batch * self.shape.length * self.shape.groups * self.shape.state_dim
-    }
-
-    /// States that are kept, those of a stretch with the one before it, and g.
-    fn states(&self) -> usize {
-        self.shape.length.div_ceil(self.stretch()) + self.stretch() + 2
-    }
-
-    /// x, dy and q, and b and c, of a position.
-    fn of_rows(&self) -> usize {
-        3 * self.shape.head_dim + 2 * self.shape.state_dim
-    }
-}
-
-/// Positions from one state that is kept to the next.
-fn stretch(length: usize) -> usize {
-    length.isqrt().max(1)
-}
-
-impl Plan for Cut {
-    fn need(&self) -> Need {
-        let shared = self.of_part().saturating_mul(self.units).saturating_add(2 * self.of_total());
-        let slot = self.states().saturating_mul(self.shape.of_state()).saturating_add(self.of_rows());
-        Need { shared, slot, workers: self.workers, pairs: 0 }
-    }
-
-    fn tiles(&self) -> [(&'static str, usize); 3] {
-        [("heads", self.units), ("positions", self.stretch()), ("", 0)]
-    }
+/// Heads as units; of each x, dy and q, and b and c, of a position.
+fn units(shape: &SsdScan) -> Units {
+    let SsdScan { batch, length, heads, head_dim, groups, state_dim, .. } = *shape;
+    let (state, rows) = (shape.of_state(), 3 * head_dim + 2 * state_dim);
+    Units { batch, length, count: heads, groups, state_dim, state, rows }
 }
 
 /// A call on the processor.
@@ -233,83 +175,26 @@ struct Reverse<'a> {
 }
 
 impl Reverse<'_> {
-    fn run<O: Element>(&self, made: &Made<O>, [db, dc]: &[SharedOut<O>; 2]) -> Result<(), Error> {
-        let (cpu, shape) = (self.scan.cpu, self.scan.shape);
-        let all = shape.units();
+    fn run<O: Element>(&self, made: &Made<O>, sums: &[SharedOut<O>; 2]) -> Result<(), Error> {
+        let Scan { cpu, shape, .. } = *self.scan;
         if shape.is_empty() {
             return Ok(());
         }
-        let (cut, mut workspace) = choose(cpu, NAME, Cut::all(shape, cpu.threads()))?;
-        let (shared, slots) = workspace.split();
-        let (totals, parts) = as_floats_mut(shared).split_at_mut(2 * cut.of_total());
-        totals.fill(0.0);
-        let (totals, parts) = (SharedOut::new(totals), SharedOut::new(parts));
-        let mut slots: Vec<&mut [f32]> = slots.into_iter().map(as_floats_mut).collect();
-        for first in (0..all).step_by(cut.units) {
-            let count = cut.units.min(all - first);
-            cpu.each_in(slots.iter_mut(), count, |slot, i| {
-                // SAFETY: each has a part of its own.
-                let part = unsafe { parts.part(i * cut.of_part(), cut.of_part()) };
-                self.unit(&cut, first + i, slot, part, made);
-            });
-            let pieces = (4 * cpu.threads()).min(shape.length);
-            cpu.each(pieces, |piece| {
-                let rows = piece * shape.length / pieces..(piece + 1) * shape.length / pieces;
-                (0..count).for_each(|i| self.add(&cut, first + i, rows.clone(), (&parts, i), &totals));
-            });
-        }
-        let rows = shape.batch * shape.length;
-        let width = shape.groups * shape.state_dim;
-        let pieces = (4 * cpu.threads()).min(rows);
-        cpu.each(pieces, |piece| {
-            let (from, to) = (piece * rows / pieces * width, (piece + 1) * rows / pieces * width);
-            for (number, to_narrow) in [db, dc].into_iter().enumerate() {
-                // SAFETY: pieces are disjoint, and nobody writes totals any more.
-                let (total, made) = unsafe {
-                    (totals.read(number * cut.of_total() + from, to - from), to_narrow.part(from, to - from))
-                };
-                convert(cpu, total, made);
-            }
-        });
-        Ok(())
-    }
-
-    /// Adds some positions of a head's db and dc, which are part number `i`, to the totals of its group.
-    fn add(
-        &self,
-        cut: &Cut,
-        unit: usize,
-        rows: Range<usize>,
-        (parts, i): (&SharedOut<f32>, usize),
-        totals: &SharedOut<f32>,
-    ) {
-        let SsdScan { length, groups, state_dim, .. } = *self.scan.shape;
-        let ((b, h), n) = (self.scan.place(unit), state_dim);
-        for t in rows.start..rows.end.min(self.scan.end(b)) {
-            for number in 0..2 {
-                let at = number * cut.of_total() + ((b * length + t) * groups + self.scan.group(h)) * n;
-                // SAFETY: tasks have positions of their own, and all parts were written before.
-                let (part, total) =
-                    unsafe { (parts.read(i * cut.of_part() + (number * length + t) * n, n), totals.part(at, n)) };
-                self.scan.cpu.dispatch(AddTo { part, total });
-            }
-        }
+        let unit = |unit: usize, slot: Slot, part: &mut [f32]| self.unit(unit, slot, part, made);
+        reverse::run(cpu, NAME, units(shape), &|b| self.scan.end(b), &unit, sums)
     }
 
     /// All positions of a head: what it makes by itself, and its part of db and dc.
-    fn unit<O: Element>(&self, cut: &Cut, unit: usize, slot: &mut [f32], part: &mut [f32], made: &Made<O>) {
+    fn unit<O: Element>(&self, unit: usize, slot: Slot, part: &mut [f32], made: &Made<O>) {
         let (scan, shape) = (self.scan, self.scan.shape);
         let SsdScan { length, heads, head_dim, state_dim, .. } = *shape;
-        let ((b, h), size, stretch) = (scan.place(unit), shape.of_state(), cut.stretch());
+        let ((b, h), size, stretch) = (scan.place(unit), shape.of_state(), stretch(length));
         let (end, group, cpu) = (scan.end(b), scan.group(h), scan.cpu);
-        let (rows, states) = slot.split_at_mut(cut.of_rows());
+        let Slot { rows, kept, run, g } = slot;
         let (x, rest) = rows.split_at_mut(head_dim);
         let (dy, rest) = rest.split_at_mut(head_dim);
         let (q, rest) = rest.split_at_mut(head_dim);
         let (of_b, of_c) = rest.split_at_mut(state_dim);
-        let (kept, rest) = states.split_at_mut(length.div_ceil(stretch) * size);
-        let (run, g) = rest.split_at_mut((stretch + 1) * size);
-        let g = &mut g[..size];
         // The state before the first position of each stretch.
         let state = &mut run[..size];
         scan.begin(scan.inputs.state, b, h, 0..head_dim, state);
@@ -487,23 +372,6 @@ impl Kernel for Scaled<'_> {
     }
 }
 
-/// `total = total + part`
-struct AddTo<'a> {
-    part: &'a [f32],
-    total: &'a mut [f32],
-}
-
-impl Kernel for AddTo<'_> {
-    type Output = ();
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        for at in (0..self.total.len()).step_by(S::LANES) {
-            let sum = s.add(load_at(s, self.total, at, 0.0), load_at(s, self.part, at, 0.0));
-            narrow_at(s, sum, self.total, at);
-        }
-    }
-}
-
 /// Its kernels.
 const UNIT: Unit =
     Unit::of(NAME, include_str!("ssd_scan_backward.cu"), &["ssd_scan_backward_heads", "ssd_scan_backward_add"]);
@@ -540,21 +408,6 @@ pub(crate) const OP: Entry = Entry {
     prepare: None,
 };
 
-/// A cut on a device, in one workspace.
-struct DeviceCut(Cut);
-
-impl Plan for DeviceCut {
-    fn need(&self) -> Need {
-        let Need { shared, slot, .. } = self.0.need();
-        let shared = shared.saturating_add(slot.saturating_mul(self.0.units)).max(1);
-        Need { shared, slot: 0, workers: 1, pairs: 0 }
-    }
-
-    fn tiles(&self) -> [(&'static str, usize); 3] {
-        self.0.tiles()
-    }
-}
-
 /// The call was checked.
 fn launch<I: Stored, O: Stored>(
     on: &Device,
@@ -563,7 +416,6 @@ fn launch<I: Stored, O: Stored>(
     (dy, dnext): (DevicePart<I>, Option<DevicePart<f32>>),
     gradients: ScanGradients<Buffer<O>, Buffer<f32>>,
 ) -> Result<(), Error> {
-    let all = shape.units();
     if shape.heads == 0 {
         // Sums over no heads.
         for sum in [gradients.db, gradients.dc] {
@@ -574,21 +426,17 @@ fn launch<I: Stored, O: Stored>(
     if shape.is_empty() {
         return Ok(());
     }
-    let halves = successors(Some(all), |units| Some(units / 2).filter(|units| *units > 0));
-    let cuts = halves.map(|units| DeviceCut(Cut { shape: *shape, units, workers: 1 }));
-    let (DeviceCut(cut), room) = choose_on_device(on, NAME, cuts)?;
-    let (totals, of_part) = (2 * cut.of_total(), cut.of_part());
-    let slots = totals + cut.units * of_part;
+    let room = Room::on(on, NAME, units(shape))?;
+    let (total, [from_parts, from_slots]) = (room.cut.of_total(), room.places());
     let ScanGradients { dx, ddt, db, dc, da_log, dd, dstate } = gradients;
-    for first in (0..all).step_by(cut.units) {
-        let count = cut.units.min(all - first);
+    for (first, count) in room.lots() {
         let heads = optional(parts.arguments(on, NAME, shape)?.buffer_from(dy.0, dy.1), dnext);
         let heads = heads.buffer(dx).buffer(ddt).buffer(da_log).buffer(dd).buffer(dstate);
-        let heads = heads.buffer_from(&room, totals).buffer_from(&room, slots).long(first).long(cut.need().slot);
-        let heads = heads.long(cut.stretch());
-        let add = parts.arguments(on, NAME, shape)?.buffer_from(&room, 0).buffer_from(&room, totals);
-        let add = add.buffer(db).buffer(dc).long(first).long(count).long(cut.of_total());
-        let blocks = cut.of_total().div_ceil(THREADS);
+        let heads = heads.buffer_from(&room.buffer, from_parts).buffer_from(&room.buffer, from_slots);
+        let heads = heads.long(first).long(room.slot()).long(stretch(shape.length));
+        let add = parts.arguments(on, NAME, shape)?.buffer_from(&room.buffer, 0).buffer_from(&room.buffer, from_parts);
+        let add = add.buffer(db).buffer(dc).long(first).long(count).long(total);
+        let blocks = total.div_ceil(THREADS);
         // SAFETY: lengths were checked, the workspace was laid out for these units, and these are the kernels' arguments.
         unsafe {
             on.launch(Build::of::<I, O>(NAME), "ssd_scan_backward_heads", [count, 1, 1], THREADS as u32, 0, &heads)?;

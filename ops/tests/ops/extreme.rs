@@ -181,6 +181,14 @@ impl Draw {
         (shape, [vec![batch, length, heads, head_dim], of_dt, of_b, vec![batch, heads, head_dim, state_dim]])
     }
 
+    /// A scan of Mamba, and the extents of x, of b, of a_log and of a state.
+    fn selective_scan(&mut self) -> (SelectiveScan, [Vec<usize>; 4]) {
+        let [batch, length, channels, state_dim] = [self.extent(), self.extent(), self.extent(), self.extent()];
+        let shape = SelectiveScan { batch, length, channels, state_dim };
+        let (of_x, of_b) = (vec![batch, length, channels], vec![batch, length, state_dim]);
+        (shape, [of_x, of_b, vec![channels, state_dim], vec![batch, channels, state_dim]])
+    }
+
     /// A recurrence of RWKV-7, and the extents of what has tokens and of a state.
     fn recurrence(&mut self) -> (Wkv7, [[usize; 4]; 2]) {
         let [batch, length, head_dim] = [self.extent(), self.extent(), self.extent()];
@@ -223,7 +231,7 @@ impl Draw {
 
 type Op = fn(&mut Draw) -> Result<(), Error>;
 
-const OPS: [(&str, Op); 60] = [
+const OPS: [(&str, Op); 62] = [
     ("add", |d| {
         let n = d.extent();
         let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
@@ -318,6 +326,40 @@ const OPS: [(&str, Op); 60] = [
             dstate: &mut dstate,
         };
         ssd_scan_backward(&d.cpu, &shape, &inputs, &ScanOutputGradients { dy: &dy, dnext }, made)
+    }),
+    ("selective_scan", |d| {
+        let (shape, [of_x, of_b, of_a, of_state]) = d.selective_scan();
+        let (x, dt, b, c, a_log) =
+            (d.floats(&of_x), d.floats(&of_x), d.floats(&of_b), d.floats(&of_b), d.floats(&of_a));
+        let [skip, bias, state] = [d.floats(&of_a[..1]), d.floats(&of_a[..1]), d.floats(&of_state)];
+        let (mut y, mut next, len) = (d.floats(&of_x), d.floats(&of_state), d.ints(&of_x[..1], shape.length));
+        let [skip, dt_bias] = [&skip, &bias].map(|x| d.flag().then_some(&x[..]));
+        let (state, len) = (d.flag().then_some(&state[..]), d.flag().then_some(&len[..]));
+        let inputs = SelectiveInputs { x: &x[..], dt: &dt, a_log: &a_log, b: &b, c: &c, d: skip, dt_bias, state, len };
+        selective_scan(&d.cpu, &shape, &inputs, &mut y, &mut next)
+    }),
+    ("selective_scan_backward", |d| {
+        let (shape, [of_x, of_b, of_a, of_state]) = d.selective_scan();
+        let (x, dt, b, c, a_log) =
+            (d.floats(&of_x), d.floats(&of_x), d.floats(&of_b), d.floats(&of_b), d.floats(&of_a));
+        let (dy, dnext, len) = (d.floats(&of_x), d.floats(&of_state), d.ints(&of_x[..1], shape.length));
+        let [mut dx, mut ddt, mut db, mut dc] = [d.floats(&of_x), d.floats(&of_x), d.floats(&of_b), d.floats(&of_b)];
+        let [mut da_log, mut dd, mut dstate] = [d.floats(&of_state), d.floats(&of_state[..2]), d.floats(&of_state)];
+        let (dnext, len) = (d.flag().then_some(&dnext[..]), d.flag().then_some(&len[..]));
+        let (a_log, none) = (&a_log[..], None);
+        let inputs =
+            SelectiveInputs { x: &x[..], dt: &dt, a_log, b: &b, c: &c, d: none, dt_bias: none, state: None, len };
+        let made = SelectiveGradients {
+            dx: &mut dx[..],
+            ddt: &mut ddt,
+            db: &mut db,
+            dc: &mut dc,
+            da_log: &mut da_log[..],
+            dd: &mut dd,
+            dstate: &mut dstate,
+        };
+        let given = SelectiveOutputGradients { dy: &dy[..], dnext };
+        selective_scan_backward(&d.cpu, &shape, &inputs, &given, made)
     }),
     ("gated_delta_rule", |d| {
         let (shape, [of_keys, of_values, of_decays, of_state]) = d.delta_rule();

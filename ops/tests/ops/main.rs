@@ -18,6 +18,7 @@ mod linear_logprob_gradient;
 mod norm_gradients;
 mod page;
 mod scan;
+mod selective;
 mod token_sums;
 mod train;
 mod wkv;

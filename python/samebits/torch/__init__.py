@@ -173,9 +173,11 @@ class _Call:
         mask = self.mask()
         for of, rows in _BY_POSITION.get(name, {}).items():
             if of in self.inputs:
-                shape, flat = self.inputs[of][0], None if mask is None else mask.flatten()
-                tokens = math.prod(found[rows].shape[:2])
-                sums = self.sum(of, "token_sum", found[rows].reshape(tokens, math.prod(shape)), flat)
+                shape = self.inputs[of][0]
+                counted = found[rows].shape[: found[rows].dim() - len(shape)]
+                # What an op has summed over the positions of a sequence has a row for each sequence, none of which is padding.
+                flat = mask.flatten() if mask is not None and len(counted) == 2 else None
+                sums = self.sum(of, "token_sum", found[rows].reshape(math.prod(counted), math.prod(shape)), flat)
                 found |= {one: tensor.reshape(self.inputs[one][0]) for one, tensor in sums.items()}
         return {of: tensor for of, tensor in found.items() if of in self.inputs}
 
@@ -258,9 +260,10 @@ _FURTHER: dict[str, tuple[tuple[str, ...], Callable[[_Call], dict[str, torch.Ten
     "scale": ((), lambda call: {"x": ops.scale(call.gradients["y"], **call.attributes)}),
     "combine": ((), lambda call: {"shared": call.gradients["y"]}),
 }
-# By gradient op: the inputs whose gradient is a sum over positions, and of which one that is.
+# By gradient op: the inputs whose gradient is a sum over positions, or over sequences, and of which one that is.
 _BY_POSITION = {
     "ssd_scan_backward": {"a_log": "a_log", "d": "d", "dt_bias": "dt"},
+    "selective_scan_backward": {"a_log": "a_log", "d": "d", "dt_bias": "dt"},
     "gated_delta_rule_backward": {"a_log": "a_log", "dt_bias": "g"},
 }
 # What one output of a gradient op is the gradient of, where the names do not say it.

@@ -12,6 +12,8 @@
 #define KEYS 256
 // Chains of a sum over tokens.
 #define CHAINS 64
+// Channels of a block in the gradient of a selective scan.
+#define CHANNELS 64
 // Weights more than this many powers of two below the largest are +0.
 #define NEGLIGIBLE -100.0f
 // From |n| of this size on the log-probabilities and the entropy of a row are measured from its top.

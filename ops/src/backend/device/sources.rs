@@ -35,7 +35,7 @@ macro_rules! headers {
 }
 
 /// What the units include: names and texts.
-pub static HEADERS: [(&str, &str); 22] = headers![
+pub static HEADERS: [(&str, &str); 24] = headers![
     "clamped.cuh",
     "columns.cuh",
     "delta.cuh",
@@ -46,11 +46,13 @@ pub static HEADERS: [(&str, &str); 22] = headers![
     "machine.cuh",
     "math.cuh",
     "moments.cuh",
+    "parts.cuh",
     "profile.cuh",
     "rank.cuh",
     "reduce.cuh",
     "rotate.cuh",
     "scale.cuh",
+    "selective.cuh",
     "sequences.cuh",
     "ssd.cuh",
     "taps.cuh",
