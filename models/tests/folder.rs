@@ -565,7 +565,7 @@ fn a_second_copy_of_a_tied_table_must_be_the_same() {
 #[test]
 fn wrong_configs() {
     let cases: [(&str, Value, &str); 9] = [
-        ("/model_type", json!("mamba"), "`model_type` is \"mamba\"; supported are qwen3, qwen2, llama, mistral"),
+        ("/model_type", json!("mpt"), "`model_type` is \"mpt\"; supported are qwen3, qwen2, llama, mistral"),
         (
             "/rope_parameters/rope_type",
             json!("ntk"),

@@ -846,6 +846,105 @@ def ssd_scan_backward(
     """
     ...
 
+def selective_scan(
+    x: T,
+    dt: T,
+    a_log: T,
+    b: T,
+    c: T,
+    d: T | None = None,
+    dt_bias: T | None = None,
+    state: T | None = None,
+    len: T | None = None,
+    *,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T]:
+    """The scan of Mamba, whose channels have steps and rates of their own, from `state` to `next`, the state for what follows.
+
+    Inputs:
+        x[B,T,C]: bf16, fp16 or fp32
+        dt[B,T,C]: bf16, fp16 or fp32
+        a_log[C,N]: bf16, fp16 or fp32
+        b[B,T,N]: bf16, fp16 or fp32
+        c[B,T,N]: bf16, fp16 or fp32
+        d[C]: bf16, fp16 or fp32, optional
+        dt_bias[C]: bf16, fp16 or fp32, optional
+        state[B,C,N]: fp32, optional
+        len[B]: i32; 0 to T, optional
+
+    Attributes:
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of x): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        y[B,T,C]: dtype
+        next[B,C,N]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; `len` outside 0..=T
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def selective_scan_backward(
+    x: T,
+    dt: T,
+    a_log: T,
+    b: T,
+    c: T,
+    dy: T,
+    d: T | None = None,
+    dt_bias: T | None = None,
+    state: T | None = None,
+    len: T | None = None,
+    dnext: T | None = None,
+    *,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T, T, T, T, T, T]:
+    """The gradients of selective_scan's x, dt, b, c and state; da_log, dd and (for dt_bias) ddt are summed by `token_sum`.
+
+    A gradient of `selective_scan`.
+
+    Inputs:
+        x[B,T,C]: bf16, fp16 or fp32
+        dt[B,T,C]: bf16, fp16 or fp32
+        a_log[C,N]: bf16, fp16 or fp32
+        b[B,T,N]: bf16, fp16 or fp32
+        c[B,T,N]: bf16, fp16 or fp32
+        dy[B,T,C]: bf16, fp16 or fp32
+        d[C]: bf16, fp16 or fp32, optional
+        dt_bias[C]: bf16, fp16 or fp32, optional
+        state[B,C,N]: fp32, optional
+        len[B]: i32; 0 to T, optional
+        dnext[B,C,N]: fp32, optional
+
+    Attributes:
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of x): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        dx[B,T,C]: dtype
+        ddt[B,T,C]: dtype
+        db[B,T,N]: dtype
+        dc[B,T,N]: dtype
+        da_log[B,C,N]: fp32
+        dd[B,C]: fp32
+        dstate[B,C,N]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; `len` outside 0..=T
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
 def wkv7(
     r: T,
     w: T,
