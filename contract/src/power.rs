@@ -388,15 +388,17 @@ pub fn many_seen(maker: &Maker, draw: &Draw, row: usize, n: usize) -> Vec<f64> {
         };
         sum += exp(values[i]);
     }
-    // Of the others as many are left out as bring the sum beside the next tie below, which a step of an ulp then passes.
+    // Of the others as many are made small as bring the sum beside the next tie below, which a step of an ulp then passes; they
+    // still count among those that vanish.
     let ulp = round::pow2(-23) * f64::from_bits(sum.to_bits() & (0x7FF << 52));
     let off = (draw.below(8193 + 4 * n, 1024) as f64 / 512.0 - 1.0) * 1.5 * ulp;
     let below = passing.iter().map(|(_, tie)| tie + off).filter(|tie| *tie <= sum);
     if let Some(aim) = below.max_by(f64::total_cmp) {
         for (i, weight) in free {
-            if sum - weight >= aim {
-                values[i] = -TOP;
-                sum -= weight;
+            let less = weight - exp(-3.0);
+            if sum - less >= aim {
+                values[i] = -3.0;
+                sum -= less;
             }
         }
     }

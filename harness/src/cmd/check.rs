@@ -306,17 +306,25 @@ pub fn judge(args: &Args) -> Result<()> {
     // A part cannot know what another part needs, nor a setting what the others do.
     if shard.is_empty() && selection.settings.is_empty() {
         let records: Vec<Record> = journal.records().cloned().collect();
-        // Who calls this picks what can be asked.
-        let whole = if args.called.is_none() { selection.whole() } else { selection.clone() };
-        let of = |judge: &Judge| {
-            let name = judge.implementation.name();
-            stale(&contract, rows, name, &records, || plan(&contract, name, &whole))
-        };
+        let of = |judge: &Judge| unneeded_by(args, &contract, &selection, judge, &records);
         unneeded.extend(judges.iter().flat_map(of));
     }
     journal.finish(started.elapsed().as_secs_f64(), &again(unneeded))?;
     progress.finish();
     Ok(())
+}
+
+/// Waivers that nothing needs. Who calls this picks what can be asked.
+fn unneeded_by(
+    args: &Args,
+    contract: &Contract,
+    selection: &Selection,
+    judge: &Judge,
+    records: &[Record],
+) -> Vec<Record> {
+    let name = judge.implementation.name();
+    let whole = if args.called.is_none() { selection.whole() } else { selection.clone() };
+    stale(contract, judge.rows, name, records, || plan(contract, name, &whole))
 }
 
 /// Renders a run folder, prints its table and turns it into an exit code.
