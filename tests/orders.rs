@@ -286,28 +286,27 @@ impl Bench {
         mutants: &[&Follows],
     ) -> Result<(), Failed> {
         let (mut least, mut missed) = ((usize::MAX, usize::MAX), Vec::new());
+        let bf16_alone = out == DType::Bf16 && BF16_ALONE.contains(&op);
         for follows in mutants {
             let mutant = Ordered { follows: **follows, only, out };
             // Where outputs are f32 by contract there are fewer records on each axis.
             let axes = ["batch", "micro_batch", "accumulation", "padding"];
             let axes = if f32_alone(op) { &axes[..] } else { &axes[..3] };
             let records = self.judge(&mutant, op, Slice::Default, &[Judgment::Invariance], axes);
-            let fails = |(_, record): &&(Slice, Record)| matches!(record.verdict, Verdict::Fail(_));
-            let fails: Vec<&(Slice, Record)> = records.iter().filter(fails).collect();
-            let red = |slice: Slice| fails.iter().filter(|(of, _)| *of <= slice).count();
+            // A kernel of bf16 alone is shown as much as one of all dtypes.
+            let counts = |record: &Record| !bf16_alone || record.dtype == DType::Bf16;
+            let red = |slice: Slice| {
+                let fails = |(of, record): &&(Slice, Record)| {
+                    *of <= slice && counts(record) && matches!(record.verdict, Verdict::Fail(_))
+                };
+                records.iter().filter(fails).count()
+            };
             if let Some((_, broken)) =
                 records.iter().find(|(_, record)| matches!(record.verdict, Verdict::Error { .. }))
             {
                 return Err(format!("{follows}: {}: {:?}", broken.case, broken.verdict).into());
             }
-            let (mut quick, mut default) = (red(Slice::Quick), red(Slice::Default));
-            // A kernel of one dtype alone: as many of its records as of those of all dtypes.
-            if out == DType::Bf16 && BF16_ALONE.contains(&op) {
-                let red = |slice: Slice| {
-                    fails.iter().filter(|(of, record)| *of <= slice && record.dtype == DType::Bf16).count()
-                };
-                (quick, default) = (red(Slice::Quick), red(Slice::Default));
-            }
+            let (quick, default) = (red(Slice::Quick), red(Slice::Default));
             least = (least.0.min(quick), least.1.min(default));
             let enough = match only {
                 // One of several sums that a kernel has in one order.

@@ -69,9 +69,14 @@ fn significand(draw: &Draw, i: usize) -> f64 {
     1.0 + draw.below(i, 128) as f64 / 128.0
 }
 
+/// How many steps `y` is above 0 in its binade, which has this many: from `steps` to twice as many.
+fn in_steps(y: f64, steps: f64) -> f64 {
+    f64::from_bits(y.to_bits() & ((1 << 52) - 1) | 1023 << 52) * steps
+}
+
 /// How far `y` is from the next tie of a dtype with this many steps to a binade, as a share of a step: 0 to 1/2.
 fn from_tie(y: f64, steps: f64) -> f64 {
-    let f = f64::from_bits(y.to_bits() & ((1 << 52) - 1) | 1023 << 52) * steps;
+    let f = in_steps(y, steps);
     (f - f.floor() - 0.5).abs()
 }
 
@@ -102,9 +107,7 @@ pub struct Squares {
     /// Which are large.
     pub is_large: Vec<bool>,
     pub large: f64,
-    /// How large 1 / root(mean) is if all is counted, and if only the large ones are.
-    pub all: f64,
-    pub least: f64,
+    pub scales: Scales,
 }
 
 /// Row number `row` of `n` elements without signs, with the eps of the case.
@@ -118,24 +121,40 @@ pub fn squares(maker: &Maker, draw: &Draw, row: usize, n: usize) -> Squares {
     let small = large * round::pow2(-13);
     let element = |i: usize| if is_large[i] { large } else { small * significand(draw, (row + 1) * n * 2 + i) };
     let x: Vec<f64> = (0..n).map(element).collect();
-    let mut squares = Squares { x, is_large, large, all: 0.0, least: 0.0 };
-    squares.measure(maker, 1e-6);
-    squares
+    let scales = Scales::of_squares(maker, 1e-6, &x, large);
+    Squares { x, is_large, large, scales }
 }
 
-impl Squares {
-    /// `default` is the eps of the op.
-    fn measure(&mut self, maker: &Maker, default: f64) {
-        let eps = maker.params.get("eps").map_or(default, |eps| eps.parse().expect("the loader checks"));
-        let root = |sum: f64| 1.0 / (sum / self.x.len() as f64 + eps).sqrt();
-        let large = self.is_large.iter().filter(|is_large| **is_large).count() as f64;
-        (self.all, self.least) = (root(self.x.iter().map(|x| x * x).sum()), root(large * self.large * self.large));
+/// How large 1 / root(mean of squares) is: if all is counted, and if only the large elements are.
+#[derive(Clone, Copy)]
+pub struct Scales {
+    all: f64,
+    least: f64,
+}
+
+impl Scales {
+    /// From the two sums of squares of `n` elements; `eps` is that of the op where the case has none.
+    fn new(maker: &Maker, eps: f64, n: usize, [all, of_large]: [f64; 2]) -> Scales {
+        let eps = maker.params.get("eps").map_or(eps, |eps| eps.parse().expect("the loader checks"));
+        let root = |sum: f64| 1.0 / (sum / n as f64 + eps).sqrt();
+        Scales { all: root(all), least: root(of_large) }
     }
 
-    /// A scale between that of all and that of the large ones alone, a little beyond on either side.
+    /// The same of a row, whose large elements are `large`.
+    fn of_squares(maker: &Maker, eps: f64, x: &[f64], large: f64) -> Scales {
+        let count = x.iter().filter(|x| x.abs() == large).count() as f64;
+        Scales::new(maker, eps, x.len(), [x.iter().map(|x| x * x).sum(), count * large * large])
+    }
+
+    /// A scale between the two, a little beyond on either side.
     pub fn scale(&self, draw: &Draw, i: usize) -> f64 {
         let (range, ulp) = (self.least - self.all, self.all * round::pow2(-23));
         self.all - 8.0 * ulp + (range + 16.0 * ulp) * draw.below(i, 1 << 20) as f64 * round::pow2(-20)
+    }
+
+    /// A scale within 8 ulp of that of all.
+    fn beside_all(&self, draw: &Draw, i: usize) -> f64 {
+        self.all * (1.0 + (draw.below(i, 1 << 20) as f64 * round::pow2(-20) - 0.5) * round::pow2(-19))
     }
 }
 
@@ -156,11 +175,16 @@ pub fn norm_rows(maker: &Maker, name: &str, r: usize, n: usize) -> [Vec<f64>; 2]
     let (of_x, of_w) = (maker.draw(name), maker.draw("w"));
     let large = large_beside(n);
     let small = large * round::pow2(-13);
-    let kinds = LARGE.map(|count| Scales::new(maker, n, large, count.min(n / 32).max(1)));
+    let counts = LARGE.map(|count| count.min(n / 32).max(1));
+    let of_small = 2.0 * n as f64 * small * small;
+    let kinds = counts.map(|count| {
+        let of_large = count as f64 * large * large;
+        Scales::new(maker, 1e-6, n, [of_large + of_small, of_large])
+    });
     // The significands of x and w in the columns of each kind, beside ties of bf16 and of fp16.
     let ties: [[Ties; 2]; 3] = [0, 1, 2].map(|kind| {
         let of_kind = of_w.of(kind);
-        [128.0, 1024.0].map(|steps| Ties::new(maker, &of_kind, &kinds[kind], steps))
+        [DType::Bf16, DType::Fp16].map(|out| Ties::new(maker, &of_kind, &kinds[kind], out))
     });
     let column = |i: usize| {
         let (at, kind) = (n + 4 * i, KIND[of_w.below(n + 4 * i, 4)]);
@@ -174,9 +198,9 @@ pub fn norm_rows(maker: &Maker, name: &str, r: usize, n: usize) -> [Vec<f64>; 2]
     let columns: Vec<(usize, f64, f64)> = (0..n).map(column).collect();
     let row_of = |row: usize| {
         let (of_row, kind) = (of_x.of(row), KIND[row % 4]);
-        let is_large = some_of(&of_row, n, kinds[kind].count);
+        let is_large = some_of(&of_row, n, counts[kind]);
         // Squares of small elements come to this many of one that is just small, a little more or less from row to row.
-        let mut left = 2.0 * n as f64 + 8.0 * kinds[kind].count as f64 * (of_row.below(n, 7) as f64 - 3.0);
+        let mut left = 2.0 * n as f64 + 8.0 * counts[kind] as f64 * (of_row.below(n, 7) as f64 - 3.0);
         let mut x = vec![large; n];
         let (tuned, free): (Vec<usize>, Vec<usize>) =
             (0..n).filter(|i| !is_large[*i]).partition(|i| columns[*i].0 == kind);
@@ -204,43 +228,14 @@ pub fn norm_rows(maker: &Maker, name: &str, r: usize, n: usize) -> [Vec<f64>; 2]
     [(0..r).flat_map(row_of).collect(), columns.into_iter().map(|(_, _, w)| w).collect()]
 }
 
-/// How large 1 / root(mean of squares) is in rows of one kind: if all is counted, and if only the large elements are.
-struct Scales {
-    count: usize,
-    all: f64,
-    least: f64,
-}
-
-impl Scales {
-    fn new(maker: &Maker, n: usize, large: f64, count: usize) -> Scales {
-        let eps = maker.params.get("eps").map_or(1e-6, |eps| eps.parse().expect("the loader checks"));
-        let root = |sum: f64| 1.0 / (sum / n as f64 + eps).sqrt();
-        let of_large = count as f64 * large * large;
-        let of_small = 2.0 * n as f64 * large * large * round::pow2(-26);
-        Scales { count, all: root(of_large + of_small), least: root(of_large) }
-    }
-
-    /// A scale between the two, a little beyond on either side.
-    fn scale(&self, draw: &Draw, i: usize) -> f64 {
-        let (range, ulp) = (self.least - self.all, self.all * round::pow2(-23));
-        self.all - 8.0 * ulp + (range + 16.0 * ulp) * draw.below(i, 1 << 20) as f64 * round::pow2(-20)
-    }
-
-    /// A scale within 8 ulp of that of all.
-    fn beside_all(&self, draw: &Draw, i: usize) -> f64 {
-        self.all * (1.0 + (draw.below(i, 1 << 20) as f64 * round::pow2(-20) - 0.5) * round::pow2(-19))
-    }
-}
-
 /// Pairs of significands whose product, by some scale of a kind, is a tie of a dtype; sorted by that scale.
 struct Ties(Vec<(f64, [f64; 2])>);
 
 impl Ties {
-    fn new(maker: &Maker, draw: &Draw, scales: &Scales, steps: f64) -> Ties {
+    fn new(maker: &Maker, draw: &Draw, scales: &Scales, out: DType) -> Ties {
         let of_pair = |x: f64, w: f64| {
             let y = x * w * scales.all;
-            let binade = f64::from_bits(y.to_bits() & (0x7FF << 52));
-            let step = binade / steps;
+            let step = round::ulp(y, out);
             (((y / step).floor() + 0.5) * step / (x * w), [x, w])
         };
         let narrow = Maker { dtype: DType::Bf16, ..*maker };
@@ -368,8 +363,7 @@ pub fn many_seen(maker: &Maker, draw: &Draw, row: usize, n: usize) -> Vec<f64> {
     // The sum at which the share of a logit is a tie of bf16, if it passes one while the sum goes from that of the top to
     // that of all.
     let tie = |weight: f64| {
-        let y = weight * exp(-TOP) / large;
-        let f = f64::from_bits(y.to_bits() & ((1 << 52) - 1) | 1023 << 52) * 128.0;
+        let f = in_steps(weight * exp(-TOP) / large, 128.0);
         let by = f / ((f - 0.5).floor() + 0.5);
         (by - 1.0 <= 1.1 * lost).then_some(large * exp(TOP) * by)
     };
@@ -390,8 +384,7 @@ pub fn many_seen(maker: &Maker, draw: &Draw, row: usize, n: usize) -> Vec<f64> {
     }
     // Of the others as many are made small as bring the sum beside the next tie below, which a step of an ulp then passes; they
     // still count among those that vanish.
-    let ulp = round::pow2(-23) * f64::from_bits(sum.to_bits() & (0x7FF << 52));
-    let off = (draw.below(8193 + 4 * n, 1024) as f64 / 512.0 - 1.0) * 1.5 * ulp;
+    let off = (draw.below(8193 + 4 * n, 1024) as f64 / 512.0 - 1.0) * 1.5 * round::ulp(sum, DType::Fp32);
     let below = passing.iter().map(|(_, tie)| tie + off).filter(|tie| *tie <= sum);
     if let Some(aim) = below.max_by(f64::total_cmp) {
         for (i, weight) in free {
@@ -493,11 +486,11 @@ fn paired(
         let x = small * significand(draw, from + i);
         (squares.x[i], squares.x[j]) = (x, -x);
     }
-    squares.measure(maker, 1e-5);
+    squares.scales = Scales::of_squares(maker, 1e-5, &squares.x, squares.large);
     for &[i, j] in &small_pairs {
         let at = from + n * 2 + 4 * i;
         if is_searched(draw, at, n) {
-            let scale = squares.scale(draw, at + 1);
+            let scale = squares.scales.scale(draw, at + 1);
             let x = small * beside_tie(i, significands(maker, draw, at + 2), |m| small * m * scale * factor(i));
             (squares.x[i], squares.x[j]) = (x, -x);
         }
@@ -526,7 +519,7 @@ pub fn gradient_rows(maker: &Maker, r: usize, n: usize) -> [Vec<f64>; 3] {
         dy.extend((0..n).map(|i| match squares.is_large[i] {
             true => 0.0,
             false => {
-                let scale = squares.scale(&of_dy, at(i));
+                let scale = squares.scales.scale(&of_dy, at(i));
                 let candidates = significands(maker, &of_dy, at(i) + 1);
                 beside_tie(i, candidates, |m| m * scale * w[i]) * sign(&of_dy, at(i) + 2)
             }
@@ -567,7 +560,7 @@ pub fn centred_gradient_rows(maker: &Maker, r: usize, n: usize) -> [Vec<f64>; 3]
                 continue;
             };
             let at = 4 * ((row + 1) * n + place) + 16 * r * n;
-            let scale = squares.scale(&of_dy, at);
+            let scale = squares.scales.scale(&of_dy, at);
             let dy = beside_tie(place, significands(maker, &of_dy, at + 1), |m| m * scale * w[place]);
             (gradients[place], gradients[other]) = (dy, -dy);
         }

@@ -1,5 +1,5 @@
 //! `selective_scan`: the inputs of its cases and its oracle.
-use super::ssd_scan::{Num, SCANS, further, of_heads, rows, steps};
+use super::ssd_scan::{Inputs, Num, SCANS, further, of_heads, rows, steps};
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
@@ -29,35 +29,15 @@ pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-/// What a scan reads.
+/// A scan of Mamba.
 pub(super) struct Scan {
     pub dims: [usize; 4],
-    pub x: Vec<f64>,
-    dt: Vec<f64>,
-    a_log: Vec<f64>,
-    pub b: Vec<f64>,
-    pub c: Vec<f64>,
-    d: Option<Vec<f64>>,
-    bias: Option<Vec<f64>>,
-    state: Option<Vec<f64>>,
-    pub lengths: Vec<usize>,
+    pub inputs: Inputs,
 }
 
 impl Scan {
     pub fn of(c: &Checked) -> Scan {
-        let optional = |name: &str| c.case.inputs.get(name).map(Tensor::to_f64);
-        Scan {
-            dims: ["B", "T", "C", "N"].map(|axis| c.dim(axis)),
-            x: c.floats("x"),
-            dt: c.floats("dt"),
-            a_log: c.floats("a_log"),
-            b: c.floats("b"),
-            c: c.floats("c"),
-            d: optional("d"),
-            bias: optional("dt_bias"),
-            state: optional("state"),
-            lengths: causal_conv1d::rows_of(c),
-        }
+        Scan { dims: ["B", "T", "C", "N"].map(|axis| c.dim(axis)), inputs: Inputs::of(c) }
     }
 
     /// Where x of a channel stands, and b and c of its position.
@@ -66,36 +46,30 @@ impl Scan {
         [(b * length + t) * channels + channel, (b * length + t) * n]
     }
 
-    pub fn d(&self, channel: usize) -> Option<Num> {
-        self.d.as_ref().map(|d| Num::exact(d[channel]))
-    }
-
     /// The rates of a channel.
     pub fn rates(&self, channel: usize) -> Vec<Num> {
         let n = self.dims[3];
-        self.a_log[channel * n..][..n].iter().map(|a_log| Num::exact(*a_log).exp().negative()).collect()
+        self.inputs.a_log[channel * n..][..n].iter().map(|a_log| Num::exact(*a_log).exp().negative()).collect()
     }
 
     /// How long a step is, and its derivative by dt.
     pub fn step(&self, x: usize, channel: usize) -> [Num; 2] {
-        let dt = Num::exact(self.dt[x]);
-        self.bias.as_ref().map_or(dt, |bias| dt.plus(Num::exact(bias[channel]))).softplus()
+        self.inputs.biased(x, channel).softplus()
     }
 
     /// The states of a channel before the first position and behind each.
     pub fn states(&self, b: usize, channel: usize) -> Vec<Vec<Num>> {
         let [_, _, channels, n] = self.dims;
         let (at, rates) = ((b * channels + channel) * n, self.rates(channel));
-        let first = (0..n).map(|i| Num::exact(self.state.as_ref().map_or(0.0, |state| state[at + i])));
-        let mut states: Vec<Vec<Num>> = vec![first.collect()];
-        for t in 0..self.lengths[b] {
+        let mut states = vec![self.inputs.first(at, n)];
+        for t in 0..self.inputs.lengths[b] {
             let [x, of_b] = self.at(b, t, channel);
             let [e, _] = self.step(x, channel);
-            let u = e.times(Num::exact(self.x[x]));
+            let u = e.times(Num::exact(self.inputs.x[x]));
             let before = states.last().expect("there is one");
             let after = (0..n).map(|i| {
                 let left = e.times(rates[i]).exp();
-                left.times(before[i]).plus(u.times(Num::exact(self.b[of_b + i])))
+                left.times(before[i]).plus(u.times(Num::exact(self.inputs.b[of_b + i])))
             });
             let after = after.collect();
             states.push(after);
@@ -112,8 +86,8 @@ fn compute(c: &Checked) -> References {
         let states = scan.states(entry, channel);
         for (at, state) in states[1..].iter().enumerate() {
             let [x, of_c] = scan.at(entry, at, channel);
-            let sum = Num::sum(state.iter().zip(&scan.c[of_c..]).map(|(s, c)| s.times(Num::exact(*c))));
-            let through = scan.d(channel).map(|d| d.times(Num::exact(scan.x[x])));
+            let sum = Num::sum(state.iter().zip(&scan.inputs.c[of_c..]).map(|(s, c)| s.times(Num::exact(*c))));
+            let through = scan.inputs.d(channel).map(|d| d.times(Num::exact(scan.inputs.x[x])));
             y[x] = through.map_or(sum, |through| through.plus(sum)).pair();
         }
         next.extend(states.last().expect("there is one").iter().map(|s| s.pair()));

@@ -57,18 +57,18 @@ fn compute(c: &Checked) -> References {
         let given = |i: usize| Num::exact(dnext.as_ref().map_or(0.0, |dnext| dnext[at + i]));
         let mut m: Vec<Num> = (0..n).map(given).collect();
         let (mut of_rates, mut of_d): (Vec<Vec<Num>>, Vec<Num>) = (vec![Vec::new(); n], Vec::new());
-        for t in (0..scan.lengths[entry]).rev() {
+        for t in (0..scan.inputs.lengths[entry]).rev() {
             let [x, shared] = scan.at(entry, t, channel);
             let ([e, slope], number) = (scan.step(x, channel), |values: &[f64], i: usize| Num::exact(values[i]));
-            let (value, given) = (number(&scan.x, x), number(&dy, x));
+            let (value, given) = (number(&scan.inputs.x, x), number(&dy, x));
             let u = e.times(value);
             let (mut of_b, mut of_a) = (Vec::new(), Vec::new());
             for i in 0..n {
                 let exponent = e.times(rates[i]);
-                let g = given.times(number(&scan.c, shared + i)).plus(m[i]);
+                let g = given.times(number(&scan.inputs.c, shared + i)).plus(m[i]);
                 m[i] = exponent.exp().times(g);
                 let z = m[i].times(states[t][i]);
-                of_b.push(g.times(number(&scan.b, shared + i)));
+                of_b.push(g.times(number(&scan.inputs.b, shared + i)));
                 of_a.push(rates[i].times(z));
                 of_rates[i].push(exponent.times(z));
                 terms[0][shared + i].push(g.times(u));
@@ -76,7 +76,7 @@ fn compute(c: &Checked) -> References {
             }
             let q = Num::sum(of_b.into_iter());
             let entered = e.times(q);
-            dx[x] = scan.d(channel).map_or(entered, |d| d.times(given).plus(entered)).pair();
+            dx[x] = scan.inputs.d(channel).map_or(entered, |d| d.times(given).plus(entered)).pair();
             ddt[x] = q.times(value).plus(Num::sum(of_a.into_iter())).times(slope).pair();
             of_d.push(given.times(value));
         }

@@ -245,26 +245,23 @@ pub(super) struct Step {
     pub a: Num,
 }
 
-/// What a scan reads.
-pub(super) struct Scan {
-    pub dims: [usize; 6],
+/// What scans of both kinds read.
+pub(super) struct Inputs {
     pub x: Vec<f64>,
     dt: Vec<f64>,
-    a_log: Vec<f64>,
+    pub a_log: Vec<f64>,
     pub b: Vec<f64>,
     pub c: Vec<f64>,
     d: Option<Vec<f64>>,
     bias: Option<Vec<f64>>,
     state: Option<Vec<f64>>,
     pub lengths: Vec<usize>,
-    limits: [f64; 2],
 }
 
-impl Scan {
-    pub fn of(c: &Checked) -> Scan {
+impl Inputs {
+    pub fn of(c: &Checked) -> Inputs {
         let optional = |name: &str| c.case.inputs.get(name).map(Tensor::to_f64);
-        Scan {
-            dims: ["B", "T", "H", "P", "G", "N"].map(|axis| c.dim(axis)),
+        Inputs {
             x: c.floats("x"),
             dt: c.floats("dt"),
             a_log: c.floats("a_log"),
@@ -274,6 +271,38 @@ impl Scan {
             bias: optional("dt_bias"),
             state: optional("state"),
             lengths: causal_conv1d::rows_of(c),
+        }
+    }
+
+    /// d of a head or channel.
+    pub fn d(&self, of: usize) -> Option<Num> {
+        self.d.as_ref().map(|d| Num::exact(d[of]))
+    }
+
+    /// dt at a place with the bias of its head or channel.
+    pub fn biased(&self, at: usize, of: usize) -> Num {
+        let dt = Num::exact(self.dt[at]);
+        self.bias.as_ref().map_or(dt, |bias| dt.plus(Num::exact(bias[of])))
+    }
+
+    /// `count` elements of the state before the first position.
+    pub fn first(&self, at: usize, count: usize) -> Vec<Num> {
+        (at..at + count).map(|i| Num::exact(self.state.as_ref().map_or(0.0, |state| state[i]))).collect()
+    }
+}
+
+/// A scan of Mamba-2.
+pub(super) struct Scan {
+    pub dims: [usize; 6],
+    pub inputs: Inputs,
+    limits: [f64; 2],
+}
+
+impl Scan {
+    pub fn of(c: &Checked) -> Scan {
+        Scan {
+            dims: ["B", "T", "H", "P", "G", "N"].map(|axis| c.dim(axis)),
+            inputs: Inputs::of(c),
             limits: ["dt_min", "dt_max"].map(|name| f32_of(c.float(name))),
         }
     }
@@ -290,15 +319,9 @@ impl Scan {
         ((b * length + t) * groups + h / (heads / groups)) * n
     }
 
-    pub fn d(&self, h: usize) -> Option<Num> {
-        self.d.as_ref().map(|d| Num::exact(d[h]))
-    }
-
     pub fn step(&self, b: usize, t: usize, h: usize) -> Step {
         let [_, length, heads, ..] = self.dims;
-        let dt = Num::exact(self.dt[(b * length + t) * heads + h]);
-        let v = self.bias.as_ref().map_or(dt, |bias| dt.plus(Num::exact(bias[h])));
-        let [mut e, slope] = v.softplus();
+        let [mut e, slope] = self.inputs.biased((b * length + t) * heads + h, h).softplus();
         let mut slope = Some(slope);
         // Near a limit a rounding decides; the length of the step is the same, its derivative is not.
         for (limit, beyond) in [(self.limits[0], e.value < self.limits[0]), (self.limits[1], e.value > self.limits[1])]
@@ -313,7 +336,7 @@ impl Scan {
                 _ => {}
             }
         }
-        let a = Num::exact(self.a_log[h]).exp().negative();
+        let a = Num::exact(self.inputs.a_log[h]).exp().negative();
         let k = e.times(a).exp();
         Step { e, k, slope, a }
     }
@@ -322,14 +345,13 @@ impl Scan {
     pub fn states(&self, b: usize, h: usize) -> Vec<Vec<Num>> {
         let [_, _, heads, p, _, n] = self.dims;
         let at = (b * heads + h) * p * n;
-        let first = (0..p * n).map(|i| Num::exact(self.state.as_ref().map_or(0.0, |state| state[at + i])));
-        let mut states: Vec<Vec<Num>> = vec![first.collect()];
-        for t in 0..self.lengths[b] {
+        let mut states = vec![self.inputs.first(at, p * n)];
+        for t in 0..self.inputs.lengths[b] {
             let (Step { e, k, .. }, x, of_b) = (self.step(b, t, h), self.at_x(b, t, h), self.at_b(b, t, h));
             let before = states.last().expect("there is one");
             let after = before.iter().enumerate().map(|(i, s)| {
-                let u = e.times(Num::exact(self.x[x + i / n]));
-                k.times(*s).plus(u.times(Num::exact(self.b[of_b + i % n])))
+                let u = e.times(Num::exact(self.inputs.x[x + i / n]));
+                k.times(*s).plus(u.times(Num::exact(self.inputs.b[of_b + i % n])))
             });
             let after = after.collect();
             states.push(after);
@@ -347,9 +369,9 @@ fn compute(c: &Checked) -> References {
         for (at, state) in states[1..].iter().enumerate() {
             let (x, of_c) = (scan.at_x(entry, at, head), scan.at_b(entry, at, head));
             for row in 0..p {
-                let terms = (0..n).map(|i| state[row * n + i].times(Num::exact(scan.c[of_c + i])));
+                let terms = (0..n).map(|i| state[row * n + i].times(Num::exact(scan.inputs.c[of_c + i])));
                 let sum = Num::sum(terms);
-                let through = scan.d(head).map(|d| d.times(Num::exact(scan.x[x + row])));
+                let through = scan.inputs.d(head).map(|d| d.times(Num::exact(scan.inputs.x[x + row])));
                 y[x + row] = through.map_or(sum, |through| through.plus(sum)).pair();
             }
         }

@@ -55,30 +55,30 @@ fn compute(c: &Checked) -> References {
         let given = |i: usize| Num::exact(dnext.as_ref().map_or(0.0, |dnext| dnext[at + i]));
         let mut g: Vec<Num> = (0..p * n).map(given).collect();
         let mut behind: Option<Num> = None;
-        for at in (0..scan.lengths[entry]).rev() {
+        for at in (0..scan.inputs.lengths[entry]).rev() {
             let (step, x, of_b) = (scan.step(entry, at, head), scan.at_x(entry, at, head), scan.at_b(entry, at, head));
             let number = |values: &[f64], i: usize| Num::exact(values[i]);
             for (i, g) in g.iter_mut().enumerate() {
                 let kept = behind.map_or(*g, |k| k.times(*g));
-                *g = number(&dy, x + i / n).times(number(&scan.c, of_b + i % n)).plus(kept);
+                *g = number(&dy, x + i / n).times(number(&scan.inputs.c, of_b + i % n)).plus(kept);
             }
-            let q = |row: usize| Num::sum((0..n).map(|i| g[row * n + i].times(number(&scan.b, of_b + i))));
+            let q = |row: usize| Num::sum((0..n).map(|i| g[row * n + i].times(number(&scan.inputs.b, of_b + i))));
             let q: Vec<Num> = (0..p).map(q).collect();
             for row in 0..p {
                 let entered = step.e.times(q[row]);
-                let through = scan.d(head).map(|d| d.times(number(&dy, x + row)));
+                let through = scan.inputs.d(head).map(|d| d.times(number(&dy, x + row)));
                 dx[x + row] = through.map_or(entered, |through| through.plus(entered)).pair();
             }
             let before = &states[at];
             let z = step.k.times(Num::sum((0..p * n).map(|i| g[i].times(before[i]))));
-            let of_x = Num::sum((0..p).map(|row| q[row].times(number(&scan.x, x + row))));
+            let of_x = Num::sum((0..p).map(|row| q[row].times(number(&scan.inputs.x, x + row))));
             let (w, token) = (step.a.times(z).plus(of_x), x / p);
             // Where a limit took the place of the step there is none, whatever w is.
             ddt[token] = step.slope.map_or((0.0, 0.0), |slope| w.times(slope).pair());
             da_log[token] = step.e.times(step.a).times(z).pair();
-            dd[token] = Num::sum((0..p).map(|row| number(&dy, x + row).times(number(&scan.x, x + row)))).pair();
+            dd[token] = Num::sum((0..p).map(|row| number(&dy, x + row).times(number(&scan.inputs.x, x + row)))).pair();
             for i in 0..n {
-                let u = |row: usize| step.e.times(number(&scan.x, x + row));
+                let u = |row: usize| step.e.times(number(&scan.inputs.x, x + row));
                 let of_b_terms = (0..p).map(|row| g[row * n + i].times(u(row)));
                 let of_c_terms = (0..p).map(|row| states[at + 1][row * n + i].times(number(&dy, x + row)));
                 terms[0][of_b + i].extend(of_b_terms);

@@ -1,7 +1,7 @@
 //! What the gradients of scans share: some units (heads, or blocks of channels) are taken at a time, each by one thread, and each
 //! makes a part of db and dc; then these parts are added to the totals of their groups, in the order of the units.
 //!
-//! States are computed again from those of every so many positions, which are kept.
+//! States are computed again from those before every so many positions, which are kept.
 
 use crate::backend::device::workspace::choose as choose_on_device;
 use crate::backend::device::{Buffer, Device};
@@ -102,6 +102,43 @@ impl<'a> Slot<'a> {
         let (kept, rest) = states.split_at_mut(units.length.div_ceil(stretch) * units.state);
         let (run, g) = rest.split_at_mut((stretch + 1) * units.state);
         Slot { rows, kept, run, g: &mut g[..units.state] }
+    }
+}
+
+/// What a unit does at a position: take its state over it, or, on the way back, use those before it and behind it.
+pub(super) enum At<'a> {
+    Over(usize, &'a mut [f32]),
+    Back(usize, [&'a [f32]; 2]),
+}
+
+/// The state at the start of `run`, of `size` elements, over `end` of `length` positions, and back.
+pub(super) fn there_and_back(
+    [length, end, size]: [usize; 3],
+    kept: &mut [f32],
+    run: &mut [f32],
+    mut at: impl FnMut(At),
+) {
+    let stretch = stretch(length);
+    let state = &mut run[..size];
+    for t in 0..end {
+        if t % stretch == 0 {
+            kept[t / stretch * size..][..size].copy_from_slice(state);
+        }
+        at(At::Over(t, state));
+    }
+    for first in (0..end).step_by(stretch).rev() {
+        run[..size].copy_from_slice(&kept[first / stretch * size..][..size]);
+        let last = (first + stretch).min(end);
+        for t in first..last {
+            let (before, after) = run[(t - first) * size..].split_at_mut(size);
+            let after = &mut after[..size];
+            after.copy_from_slice(before);
+            at(At::Over(t, after));
+        }
+        for t in (first..last).rev() {
+            let (before, after) = run[(t - first) * size..].split_at(size);
+            at(At::Back(t, [before, &after[..size]]));
+        }
     }
 }
 

@@ -11,7 +11,7 @@
 //!
 //! Blocks of channels are the units of `reverse.rs`.
 
-use super::reverse::{self, Room, Slot, Units, stretch};
+use super::reverse::{self, At, Room, Slot, Units, stretch, there_and_back};
 use super::selective::{
     CHANNELS, Channels, Scan, SelectiveInputs, SelectiveScan, Steps, Tensors, Two, advance, left, turn, two,
 };
@@ -189,7 +189,7 @@ impl Reverse<'_> {
     fn unit<O: Element>(&self, unit: usize, slot: Slot, part: &mut [f32], made: &Made<O>) {
         let (scan, cpu) = (self.scan, self.scan.cpu);
         let SelectiveScan { length, channels, state_dim: n, .. } = *scan.shape;
-        let (b, size, stretch) = (unit / scan.shape.blocks(), scan.shape.of_state(), stretch(length));
+        let (b, size) = (unit / scan.shape.blocks(), scan.shape.of_state());
         let of = scan.channels(scan.shape.block(unit % scan.shape.blocks()));
         let (end, first, count) = (scan.end(b), of.channels.start, of.channels.len());
         let Slot { rows, kept, run, g: m } = slot;
@@ -199,33 +199,21 @@ impl Reverse<'_> {
         let (of_b, of_c) = shared.split_at_mut(n);
         let (part_b, part_c) = part.split_at_mut(length * n);
         let mut steps = Steps::new();
-        // The state before the first position of each stretch.
-        let state = &mut run[..size];
-        scan.begin(scan.inputs.state, b, &of, stored, state);
-        for t in 0..end {
-            if t % stretch == 0 {
-                kept[t / stretch * size..][..size].copy_from_slice(state);
-            }
-            self.advance(&of, [b, t], &mut steps, of_b, state);
-        }
+        scan.begin(scan.inputs.state, b, &of, stored, &mut run[..size]);
         scan.begin(self.dnext, b, &of, stored, m);
         da_log.fill(0.0);
         let [mut dy, mut dd] = [[0f32; CHANNELS]; 2];
-        for first in (0..end).step_by(stretch).rev() {
-            run[..size].copy_from_slice(&kept[first / stretch * size..][..size]);
-            let last = (first + stretch).min(end);
-            for t in first..last {
-                let (before, after) = run[(t - first) * size..].split_at_mut(size);
-                let after = &mut after[..size];
-                after.copy_from_slice(before);
-                self.advance(&of, [b, t], &mut steps, of_b, after);
+        there_and_back([length, end, size], kept, run, |at| match at {
+            At::Over(t, state) => {
+                scan.steps(&of, b, t, &mut steps);
+                scan.shared(&scan.inputs.b, b, t, of_b);
+                cpu.dispatch(Advance { a: &of.a, steps: &steps, b: of_b, state });
             }
-            for t in (first..last).rev() {
+            At::Back(t, states) => {
                 scan.steps(&of, b, t, &mut steps);
                 scan.row(&self.dy, b, t, &of.channels, &mut dy);
                 scan.shared(&scan.inputs.b, b, t, of_b);
                 scan.shared(&scan.inputs.c, b, t, of_c);
-                let (before, after) = run[(t - first) * size..].split_at(size);
                 let [mut dx, mut ddt] = [[0f32; CHANNELS]; 2];
                 cpu.dispatch(Position {
                     of: &of,
@@ -233,7 +221,7 @@ impl Reverse<'_> {
                     dy: &dy,
                     b: of_b,
                     c: of_c,
-                    states: [before, &after[..size]],
+                    states,
                     m,
                     da_log,
                     dd: &mut dd,
@@ -243,14 +231,14 @@ impl Reverse<'_> {
                     turned: stored,
                     sums: [&mut part_b[t * n..][..n], &mut part_c[t * n..][..n]],
                 });
-                let at = (b * length + t) * channels + of.channels.start;
+                let at = (b * length + t) * channels + first;
                 // SAFETY: units and positions are disjoint.
                 unsafe {
                     convert(cpu, &dx[..count], made.dx.part(at, count));
                     convert(cpu, &ddt[..count], made.ddt.part(at, count));
                 }
             }
-        }
+        });
         // SAFETY: units are disjoint.
         unsafe {
             let at = b * channels + first;
@@ -263,13 +251,6 @@ impl Reverse<'_> {
             // SAFETY: as above, and positions are disjoint.
             [&made.dx, &made.ddt].into_iter().for_each(|made| unsafe { made.part(at, count) }.fill(O::default()));
         }
-    }
-
-    /// Takes the states of a block over a position.
-    fn advance(&self, of: &Channels, [b, t]: [usize; 2], steps: &mut Steps, of_b: &mut [f32], state: &mut [f32]) {
-        self.scan.steps(of, b, t, steps);
-        self.scan.shared(&self.scan.inputs.b, b, t, of_b);
-        self.scan.cpu.dispatch(Advance { a: &of.a, steps, b: of_b, state });
     }
 }
 

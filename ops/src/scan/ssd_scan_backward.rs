@@ -10,7 +10,7 @@
 //!
 //! Heads are the units of `reverse.rs`.
 
-use super::reverse::{self, Room, Slot, Units, stretch};
+use super::reverse::{self, At, Room, Slot, Units, stretch, there_and_back};
 use super::ssd::{Advance, Scan, ScanInputs, SsdScan, Step, Tensors, lanes_of};
 use super::ssd_scan::{DeviceInputs, Parts};
 use crate::backend::device::{Buffer, Build, Device, Unit};
@@ -188,45 +188,29 @@ impl Reverse<'_> {
     fn unit<O: Element>(&self, unit: usize, slot: Slot, part: &mut [f32], made: &Made<O>) {
         let (scan, shape) = (self.scan, self.scan.shape);
         let SsdScan { length, heads, head_dim, state_dim, .. } = *shape;
-        let ((b, h), size, stretch) = (scan.place(unit), shape.of_state(), stretch(length));
+        let ((b, h), size) = (scan.place(unit), shape.of_state());
         let (end, group, cpu) = (scan.end(b), scan.group(h), scan.cpu);
         let Slot { rows, kept, run, g } = slot;
         let (x, rest) = rows.split_at_mut(head_dim);
         let (dy, rest) = rest.split_at_mut(head_dim);
         let (q, rest) = rest.split_at_mut(head_dim);
         let (of_b, of_c) = rest.split_at_mut(state_dim);
-        // The state before the first position of each stretch.
-        let state = &mut run[..size];
-        scan.begin(scan.inputs.state, b, h, 0..head_dim, state);
-        for t in 0..end {
-            if t % stretch == 0 {
-                kept[t / stretch * size..][..size].copy_from_slice(state);
-            }
-            scan.row(&scan.inputs.x, b, t, h, 0..head_dim, x);
-            scan.row(&scan.inputs.b, b, t, group, 0..state_dim, of_b);
-            cpu.dispatch(Advance { step: scan.step(b, t, h), x, b: of_b, state });
-        }
+        scan.begin(scan.inputs.state, b, h, 0..head_dim, &mut run[..size]);
         scan.begin(self.dnext, b, h, 0..head_dim, g);
         let (part_b, part_c) = part.split_at_mut(length * state_dim);
         let mut k_after = None;
-        for first in (0..end).step_by(stretch).rev() {
-            run[..size].copy_from_slice(&kept[first / stretch * size..][..size]);
-            let last = (first + stretch).min(end);
-            for t in first..last {
-                let (before, after) = run[(t - first) * size..].split_at_mut(size);
-                let after = &mut after[..size];
-                after.copy_from_slice(before);
+        there_and_back([length, end, size], kept, run, |at| match at {
+            At::Over(t, state) => {
                 scan.row(&scan.inputs.x, b, t, h, 0..head_dim, x);
                 scan.row(&scan.inputs.b, b, t, group, 0..state_dim, of_b);
-                cpu.dispatch(Advance { step: scan.step(b, t, h), x, b: of_b, state: after });
+                cpu.dispatch(Advance { step: scan.step(b, t, h), x, b: of_b, state });
             }
-            for t in (first..last).rev() {
+            At::Back(t, [before, after]) => {
                 scan.row(&scan.inputs.x, b, t, h, 0..head_dim, x);
                 scan.row(&self.dy, b, t, h, 0..head_dim, dy);
                 scan.row(&scan.inputs.b, b, t, group, 0..state_dim, of_b);
                 scan.row(&scan.inputs.c, b, t, group, 0..state_dim, of_c);
                 let step = scan.step(b, t, h);
-                let (before, after) = run[(t - first) * size..].split_at(size);
                 let sums = cpu.dispatch(Position {
                     k_after,
                     step,
@@ -235,7 +219,7 @@ impl Reverse<'_> {
                     b: of_b,
                     c: of_c,
                     before,
-                    after: &after[..size],
+                    after,
                     g,
                     q,
                     db: &mut part_b[t * state_dim..][..state_dim],
@@ -245,7 +229,7 @@ impl Reverse<'_> {
                 k_after = Some(step.k);
                 self.put([b, t, h], step, sums, q, made);
             }
-        }
+        });
         if let Some(k) = k_after {
             cpu.dispatch(Scaled { k, g });
         }

@@ -213,26 +213,27 @@ impl<I: Stored> Drawn<I> {
             len: self.len.as_deref(),
         }
     }
-
-    /// Some positions of every sequence of what has `width` elements at each.
-    fn rows(&self, x: &[I], width: usize, from: usize, to: usize) -> Vec<I> {
-        let SsdScan { batch, length, .. } = self.shape;
-        (0..batch).flat_map(|b| x[(b * length + from) * width..(b * length + to) * width].to_vec()).collect()
-    }
 }
 
-/// The outputs of the gradient.
-struct Gradients<O> {
-    out: [Vec<O>; 4],
-    wide: [Vec<f32>; 3],
+/// The outputs of the gradient of a scan: dx, ddt, db and dc; da_log, dd and dstate.
+pub struct Gradients<O> {
+    pub out: [Vec<O>; 4],
+    pub wide: [Vec<f32>; 3],
 }
 
 impl<O: Stored> Gradients<O> {
+    /// Of these lengths, of NaN.
+    pub fn sized(out: [usize; 4], wide: [usize; 3]) -> Gradients<O> {
+        Gradients { out: out.map(|len| vec![O::narrow(f32::NAN); len]), wide: wide.map(|len| vec![f32::NAN; len]) }
+    }
+
     fn of(shape: &SsdScan) -> Gradients<O> {
         let SsdScan { batch, length, heads, head_dim, groups, state_dim, .. } = *shape;
         let (tokens, of_b) = (batch * length * heads, batch * length * groups * state_dim);
-        let wide = [tokens, tokens, batch * heads * head_dim * state_dim].map(|len| vec![f32::NAN; len]);
-        Gradients { out: [tokens * head_dim, tokens, of_b, of_b].map(|len| vec![O::narrow(f32::NAN); len]), wide }
+        Gradients::sized(
+            [tokens * head_dim, tokens, of_b, of_b],
+            [tokens, tokens, batch * heads * head_dim * state_dim],
+        )
     }
 
     fn parts(&mut self) -> ScanGradients<'_, [O], [f32]> {
@@ -240,9 +241,14 @@ impl<O: Stored> Gradients<O> {
         ScanGradients { dx, ddt, db, dc, da_log, dd, dstate }
     }
 
-    fn bits(&self) -> Vec<Vec<u32>> {
+    pub fn bits(&self) -> Vec<Vec<u32>> {
         self.out.iter().map(|made| bits(made)).chain(self.wide.iter().map(|made| bits(made))).collect()
     }
+}
+
+/// Positions `from` to `to` of each of so many sequences of `length`, of what has `width` elements at each.
+pub fn positions<I: Copy>(x: &[I], [batch, length, width]: [usize; 3], from: usize, to: usize) -> Vec<I> {
+    (0..batch).flat_map(|b| x[(b * length + from) * width..(b * length + to) * width].to_vec()).collect()
 }
 
 fn check<I: Stored, O: Stored>(shape: SsdScan, spread: u32, seed: u64, flags: u32) {
@@ -275,9 +281,9 @@ fn check<I: Stored, O: Stored>(shape: SsdScan, spread: u32, seed: u64, flags: u3
             let part = SsdScan { length: to - from, ..shape };
             let left = |len: &i32| (*len - from as i32).clamp(0, (to - from) as i32);
             let len: Option<Vec<i32>> = drawn.len.as_ref().map(|len| len.iter().map(left).collect());
-            let x = drawn.rows(&drawn.x, heads * head_dim, from, to);
-            let dt = drawn.rows(&drawn.dt, heads, from, to);
-            let [b, c] = [&drawn.b, &drawn.c].map(|x| drawn.rows(x, groups * state_dim, from, to));
+            let some = |x: &[I], width: usize| positions(x, [batch, length, width], from, to);
+            let (x, dt) = (some(&drawn.x, heads * head_dim), some(&drawn.dt, heads));
+            let [b, c] = [&drawn.b, &drawn.c].map(|x| some(x, groups * state_dim));
             let inputs = ScanInputs {
                 x: &x,
                 dt: &dt,

@@ -3,6 +3,7 @@
 
 use crate::cpus;
 use crate::page::{Stored, all_rounded, bits, budgets, cases, exp, lanes, ln1p_of, values, widened};
+use crate::scan::{Gradients, positions};
 use proptest::prelude::*;
 use samebits_ops::*;
 
@@ -184,39 +185,18 @@ impl<I: Stored> Drawn<I> {
             len: self.len.as_deref(),
         }
     }
-
-    /// Some positions of every sequence of what has `width` elements at each.
-    fn rows(&self, x: &[I], width: usize, from: usize, to: usize) -> Vec<I> {
-        let SelectiveScan { batch, length, .. } = self.shape;
-        (0..batch).flat_map(|b| x[(b * length + from) * width..(b * length + to) * width].to_vec()).collect()
-    }
 }
 
-/// The outputs of the gradient.
-struct Gradients<O> {
-    out: [Vec<O>; 4],
-    wide: [Vec<f32>; 3],
+/// Room for the outputs of the gradient.
+fn room<O: Stored>(shape: &SelectiveScan) -> Gradients<O> {
+    let SelectiveScan { batch, length, channels, state_dim } = *shape;
+    let (of_x, of_b, of_state) = (batch * length * channels, batch * length * state_dim, batch * channels * state_dim);
+    Gradients::sized([of_x, of_x, of_b, of_b], [of_state, batch * channels, of_state])
 }
 
-impl<O: Stored> Gradients<O> {
-    fn of(shape: &SelectiveScan) -> Gradients<O> {
-        let SelectiveScan { batch, length, channels, state_dim } = *shape;
-        let (of_x, of_b, of_state) =
-            (batch * length * channels, batch * length * state_dim, batch * channels * state_dim);
-        Gradients {
-            out: [of_x, of_x, of_b, of_b].map(|len| vec![O::narrow(f32::NAN); len]),
-            wide: [of_state, batch * channels, of_state].map(|len| vec![f32::NAN; len]),
-        }
-    }
-
-    fn parts(&mut self) -> SelectiveGradients<'_, [O], [f32]> {
-        let ([dx, ddt, db, dc], [da_log, dd, dstate]) = (&mut self.out, &mut self.wide);
-        SelectiveGradients { dx, ddt, db, dc, da_log, dd, dstate }
-    }
-
-    fn bits(&self) -> Vec<Vec<u32>> {
-        self.out.iter().map(|made| bits(made)).chain(self.wide.iter().map(|made| bits(made))).collect()
-    }
+fn parts<O>(made: &mut Gradients<O>) -> SelectiveGradients<'_, [O], [f32]> {
+    let ([dx, ddt, db, dc], [da_log, dd, dstate]) = (&mut made.out, &mut made.wide);
+    SelectiveGradients { dx, ddt, db, dc, da_log, dd, dstate }
 }
 
 fn check<I: Stored, O: Stored>(shape: SelectiveScan, spread: u32, seed: u64, flags: u32) {
@@ -235,14 +215,14 @@ fn check<I: Stored, O: Stored>(shape: SelectiveScan, spread: u32, seed: u64, fla
         let (mut y, mut next) = (vec![O::narrow(f32::NAN); drawn.x.len()], vec![f32::NAN; of_state]);
         selective_scan(&cpu, &shape, &drawn.inputs(), &mut y, &mut next).unwrap();
         assert_eq!([bits(&y), bits(&next)], expected, "selective_scan {what}");
-        let mut made = Gradients::<O>::of(&shape);
-        selective_scan_backward(&cpu, &shape, &drawn.inputs(), &given, made.parts()).unwrap();
+        let mut made = room::<O>(&shape);
+        selective_scan_backward(&cpu, &shape, &drawn.inputs(), &given, parts(&mut made)).unwrap();
         assert_eq!(made.bits(), expected_back, "selective_scan_backward {what}");
         for tight in
-            budgets(&cpu, seed, |cpu| selective_scan_backward(cpu, &shape, &drawn.inputs(), &given, made.parts()))
+            budgets(&cpu, seed, |cpu| selective_scan_backward(cpu, &shape, &drawn.inputs(), &given, parts(&mut made)))
         {
-            let mut made = Gradients::<O>::of(&shape);
-            selective_scan_backward(&tight, &shape, &drawn.inputs(), &given, made.parts()).unwrap();
+            let mut made = room::<O>(&shape);
+            selective_scan_backward(&tight, &shape, &drawn.inputs(), &given, parts(&mut made)).unwrap();
             assert_eq!(made.bits(), expected_back, "selective_scan_backward {tight:?} {what}");
         }
         // In pieces, each from the state that the one before ended with.
@@ -251,8 +231,9 @@ fn check<I: Stored, O: Stored>(shape: SelectiveScan, spread: u32, seed: u64, fla
             let part = SelectiveScan { length: to - from, ..shape };
             let left = |len: &i32| (*len - from as i32).clamp(0, (to - from) as i32);
             let len: Option<Vec<i32>> = drawn.len.as_ref().map(|len| len.iter().map(left).collect());
-            let [x, dt] = [&drawn.x, &drawn.dt].map(|x| drawn.rows(x, channels, from, to));
-            let [b, c] = [&drawn.b, &drawn.c].map(|x| drawn.rows(x, state_dim, from, to));
+            let some = |x: &[I], width: usize| positions(x, [batch, length, width], from, to);
+            let [x, dt] = [&drawn.x, &drawn.dt].map(|x| some(x, channels));
+            let [b, c] = [&drawn.b, &drawn.c].map(|x| some(x, state_dim));
             let inputs = SelectiveInputs {
                 x: &x,
                 dt: &dt,
@@ -326,9 +307,9 @@ fn empty_extents() {
         let mut next = [0f32; 4];
         selective_scan(&cpu, &shape, &inputs, &mut [] as &mut [f32], &mut next).unwrap();
         assert_eq!(next, state);
-        let mut made = Gradients::<f32>::of(&shape);
+        let mut made = room::<f32>(&shape);
         let given = SelectiveOutputGradients { dy: none, dnext: Some(&next) };
-        selective_scan_backward(&cpu, &shape, &inputs, &given, made.parts()).unwrap();
+        selective_scan_backward(&cpu, &shape, &inputs, &given, parts(&mut made)).unwrap();
         assert_eq!(made.wide, [vec![0.0; 4], vec![0.0; 2], state.to_vec()]);
         // No elements of a state: x that passes it by.
         let no_state = SelectiveScan { batch: 1, length: 1, channels: 1, state_dim: 0 };
@@ -339,9 +320,9 @@ fn empty_extents() {
         // No channels.
         let no_channels = SelectiveScan { batch: 1, length: 1, channels: 0, state_dim: 2 };
         let nobody = SelectiveInputs { a_log: none, b: &[1.0, 2.0], c: &[3.0, 4.0], state: None, ..inputs };
-        let mut made = Gradients::<f32>::of(&no_channels);
+        let mut made = room::<f32>(&no_channels);
         let given = SelectiveOutputGradients { dy: none, dnext: None };
-        selective_scan_backward(&cpu, &no_channels, &nobody, &given, made.parts()).unwrap();
+        selective_scan_backward(&cpu, &no_channels, &nobody, &given, parts(&mut made)).unwrap();
         assert_eq!(made.out[2..], [[0.0; 2], [0.0; 2]]);
         // No position and no state: nothing, however often.
         let nothing = SelectiveScan { batch: usize::MAX, length: 0, channels: 1, state_dim: 0 };
@@ -375,10 +356,10 @@ fn refusals_name_the_tensor() {
     };
     assert_eq!(forward(right, 8, 12), Ok(()));
     let backward = |dy: &[f32], dnext: Option<&[f32]>, change: fn(&mut Gradients<f32>)| {
-        let mut made = Gradients::<f32>::of(&shape);
+        let mut made = room::<f32>(&shape);
         change(&mut made);
         let given = SelectiveOutputGradients { dy, dnext };
-        selective_scan_backward(&cpu, &shape, &right, &given, made.parts()).map_err(|e| e.to_string())
+        selective_scan_backward(&cpu, &shape, &right, &given, parts(&mut made)).map_err(|e| e.to_string())
     };
     assert_eq!(backward(&x, Some(&a_log), |_| {}), Ok(()));
     for (found, part) in [
