@@ -354,6 +354,28 @@ fn waivers_cover_expire_and_go_stale() {
     let (code, all, _) = run("right", &waiver("gemm/fp32/*", "batch", "2999-12-31"));
     assert_eq!(code, Some(1));
     assert!(all.iter().any(|r| matches!(r.verdict, Verdict::StaleWaiver { .. })));
+    // Parts joined: of a part of the slice nothing is stale, of all of it is what nothing needs.
+    let path = waiver("gemm/fp32/*", "batch", "2999-12-31");
+    let gemm = "judgments = [\"invariance\"]\n[[implementation.required]]\nops = [\"gemm\"]\ndtypes = [\"fp32\"]";
+    let list = list_with(folder.path(), gemm);
+    for (selection, code) in [(&["--case", "gemm/fp32/small*"][..], 0), (&[], 1)] {
+        let parts = ["1/2", "2/2"].map(|shard| {
+            let out = folder.path().join(shard.replace('/', "-of-"));
+            let _ = std::fs::remove_dir_all(&out);
+            let args =
+                ["check", "--impls", text(&list), "--impl", "right", "--slice", "quick", "--waivers", text(&path)];
+            let part = samebits(&[&args[..], selection, &["--shard", shard, "--out", text(&out)]].concat());
+            assert_eq!(part.status.code(), Some(0), "{}", said(&part));
+            out
+        });
+        let out = folder.path().join("joined");
+        let _ = std::fs::remove_dir_all(&out);
+        let args = ["merge", "--impls", text(&list), "--waivers", text(&path), "--out", text(&out)];
+        let joined = samebits(&[&args[..], &[text(&parts[0]), text(&parts[1])]].concat());
+        assert_eq!(joined.status.code(), Some(code), "{selection:?}: {}", said(&joined));
+        let stale = records(&out).iter().any(|r| matches!(r.verdict, Verdict::StaleWaiver { .. }));
+        assert_eq!(stale, code == 1, "{selection:?}");
+    }
     for (cases, axis, expires, part) in [
         ("gem/*", "batch", "2999-12-31", "gem/*"),
         ("gemm/*", "batches", "2999-12-31", "axis"),

@@ -223,6 +223,9 @@ pub struct Plan {
     /// Which part of how many, as `2/5`; empty for the whole.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub shard: String,
+    /// Whether the parts together leave out some of what the slice asks of an implementation; said of parts alone.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub narrowed: bool,
     /// The implementations with what their version commands said.
     pub implementations: BTreeMap<String, String>,
     /// Those of them that this machine cannot run at all, nobody requires, and why: for want of a device.

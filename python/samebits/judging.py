@@ -178,6 +178,7 @@ def judge(
         command = ["check", "--slice", slice, "--impls", str(impls), "--impl", name, "--jobs", "1", "--out", str(place)]
         command += [word for case in chosen for word in ("--case", case)]
         command += ["--called", _called(subject, op, dtypes, library, device, canonical, slice, layouts, waivers, own_name, timeout)]
+        command += ["--narrowed"] if cases or axes or judgments else []
         for option, values in (("--axis", asked), ("--judgment", judgments), ("--waivers", map(os.fspath, waivers))):
             command += [word for value in values for word in (option, value)]
         code, printed, said = _serve(subject, load, Path(folder, "line"), command)

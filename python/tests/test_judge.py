@@ -362,11 +362,15 @@ def test_waived():
 @pytest.mark.samebits(rms_norm, op="rms_norm", axes=["batch", "repeat"], name="of_the_batch", waivers="waivers.toml", **SMALL_FP32)
 def test_stale():
     pass
+
+@pytest.mark.samebits(rms_norm, op="rms_norm", axes=["batch", "repeat"], name="of_the_batch", waivers="wide.toml", **SMALL_FP32)
+def test_covers_more():
+    pass
 """
 WAIVERS = """
 [[waiver]]
 impls = ["of_the_batch"]
-cases = ["rms_norm/fp32/small*"]
+cases = ["rms_norm/fp32/small-normal-fp32"]
 judgment = "invariance"
 axis = "batch"
 reason = "known"
@@ -378,6 +382,7 @@ expires = "2999-01-01"
 def test_the_plugin(tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "waivers.toml").write_text(WAIVERS)
+    (tmp_path / "wide.toml").write_text(WAIVERS.replace("small-normal-fp32", "small*"))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--strict-markers", "--color=no", "."]
     env = {**os.environ, "PYTHONPATH": os.path.dirname(__file__), "COLUMNS": "1000"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

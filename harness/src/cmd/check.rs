@@ -83,6 +83,10 @@ pub struct Args {
     #[arg(long, hide = true, value_name = "TEXT")]
     called: Option<String>,
 
+    /// The caller was asked for a part of what it can ask
+    #[arg(long, hide = true)]
+    narrowed: bool,
+
     /// Cases judged side by side [default: all cores]; the threads axis varies the threads inside an op
     #[arg(long, value_name = "N")]
     jobs: Option<usize>,
@@ -272,6 +276,7 @@ pub fn judge(args: &Args) -> Result<()> {
             digest: sha256(whole.as_bytes()),
             seed: selection.seed,
             shard: shard.clone(),
+            narrowed: !shard.is_empty() && names.iter().any(|name| leaves_out(&contract, name, &selection)),
             implementations: versions.collect(),
             absent: absent.collect(),
             attempts: Vec::new(),
@@ -314,7 +319,14 @@ pub fn judge(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Waivers that nothing needs. Who calls this picks what can be asked.
+/// Whether all parts of `selection` together leave out some of what its slice asks of `name`.
+fn leaves_out(contract: &Contract, name: &str, selection: &Selection) -> bool {
+    let trials = |of: &Selection| plan(contract, name, of).iter().map(Vec::len).sum::<usize>();
+    let all = Selection { shard: (1, 1), ..selection.clone() };
+    !selection.settings.is_empty() || trials(&all) < trials(&selection.whole())
+}
+
+/// Waivers that nothing needs. Who calls this program picks what can be asked, and says where less than that was.
 fn unneeded_by(
     args: &Args,
     contract: &Contract,
@@ -323,7 +335,7 @@ fn unneeded_by(
     records: &[Record],
 ) -> Vec<Record> {
     let name = judge.implementation.name();
-    let whole = if args.called.is_none() { selection.whole() } else { selection.clone() };
+    let whole = if args.called.is_none() || args.narrowed { selection.whole() } else { selection.clone() };
     stale(contract, judge.rows, name, records, || plan(contract, name, &whole))
 }
 

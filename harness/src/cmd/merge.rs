@@ -84,12 +84,14 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         }
     }
     let mut unneeded = Vec::new();
-    for name in first.plan.implementations.keys() {
+    // Parts that leave something out together do not know what that needs.
+    for name in first.plan.implementations.keys().filter(|_| !first.plan.narrowed) {
         unneeded.extend(stale(&contract, &first.rows, name, &whole, Vec::new));
     }
     let seconds = parts.values().map(|part| part.run.seconds).sum();
     let mut run = Run { complete: false, sealed: None, arguments: crate::command::arguments(), ..first };
     run.plan.shard = String::new();
+    run.plan.narrowed = false;
     run.planned = parts.values().map(|part| part.run.planned).sum();
     for (number, part) in &parts {
         for (fact, value) in
