@@ -21,6 +21,8 @@ use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
+mod names;
+
 const WHOLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
@@ -58,6 +60,8 @@ pub(crate) struct Stored {
     pub shape: Vec<usize>,
     /// Bytes in the shard, within its length.
     bytes: Range<u64>,
+    /// Where it goes on behind these: shards, and the bytes there.
+    more: Vec<(usize, Range<u64>)>,
     /// Where the tensor of the scales stands, of one that is stored as blocks of MXFP4: the shard, and the bytes there.
     scales: Option<(usize, Range<u64>)>,
 }
@@ -73,15 +77,15 @@ impl<'a> Weights<'a> {
             (true, true) => Err(ModelError::file(&index, format!("stands beside {WHOLE}; keep one of them"))),
             (false, false) => match &files_of_torch(dir)[..] {
                 [] => Err(ModelError::file(dir, format!("has neither {WHOLE} nor {INDEX}"))),
-                [path] => Ok(Weights::open_pth(path)?.renamed()),
+                [path] => Ok(Weights::open_pth(path)?.of_models()),
                 files => Err(ModelError::file(dir, format!("has {} .pth files; keep one of them", files.len()))),
             },
             (true, false) => {
                 let mut weights = Weights::empty(&whole);
                 weights.add_shard(&whole)?;
-                Ok(weights.renamed().with_experts().with_blocks())
+                Ok(weights.of_models())
             }
-            (false, true) => Ok(Weights::open_shards(dir, &index)?.renamed().with_experts().with_blocks()),
+            (false, true) => Ok(Weights::open_shards(dir, &index)?.of_models()),
         }
     }
 
@@ -91,72 +95,10 @@ impl<'a> Weights<'a> {
         let mut weights = Weights::empty(path);
         for (name, (dtype, shape, bytes)) in pth::read(path, &mut file, length)? {
             weights.total += bytes.end - bytes.start;
-            weights.tensors.insert(name, Stored { shard: 0, dtype, shape, bytes, scales: None });
+            weights.tensors.insert(name, Stored { shard: 0, dtype, shape, bytes, more: Vec::new(), scales: None });
         }
         weights.shards.push((path.into(), file));
         Ok(weights)
-    }
-
-    /// The names of the model, where a folder has others ([`RENAMED`]).
-    fn renamed(mut self) -> Weights<'a> {
-        for (known_by, old, new) in RENAMED {
-            if self.contains(known_by) {
-                let tensors = std::mem::take(&mut self.tensors);
-                let rename = |name: String| name.strip_prefix(old).map_or(name.clone(), |rest| format!("{new}{rest}"));
-                self.tensors = tensors.into_iter().map(|(name, stored)| (rename(name), stored)).collect();
-            }
-        }
-        if ["blocks.0.att.r_k", "model.layers.0.attn.r_k"].into_iter().any(|name| self.contains(name)) {
-            let tensors = std::mem::take(&mut self.tensors);
-            self.tensors = tensors.into_iter().filter_map(|(name, stored)| of_rwkv(name, stored)).collect();
-        }
-        self
-    }
-
-    /// The matrices of each expert, where a folder with gated delta rules has those of a layer in two tensors: `[E,2F,hidden]`, gate and
-    /// up one behind the other, and `[E,hidden,F]`.
-    fn with_experts(mut self) -> Weights<'a> {
-        let is_stacked = |name: &str| name.starts_with("model.") && (name.ends_with(GATE_UP) || name.ends_with(DOWN));
-        let names: Vec<String> = match self.tensors.keys().any(|name| name.contains(".linear_attn.")) {
-            true => self.tensors.keys().filter(|name| is_stacked(name)).cloned().collect(),
-            false => Vec::new(),
-        };
-        for name in names {
-            let stored = self.tensors.remove(&name).expect("it is listed");
-            let parts: &[&str] = if name.ends_with(DOWN) { &["down_proj"] } else { &["gate_proj", "up_proj"] };
-            let rows = |rows: usize| rows.checked_div(parts.len()).filter(|_| rows.is_multiple_of(parts.len()));
-            let (Some(rows), &[experts, _, k]) = (stored.shape.get(1).and_then(|n| rows(*n)), &stored.shape[..]) else {
-                self.tensors.insert(name, stored);
-                continue;
-            };
-            let block = name.rsplit_once('.').map_or("", |(block, _)| block);
-            let bytes = (stored.bytes.end - stored.bytes.start) / ((experts * parts.len()) as u64).max(1);
-            let mut first = stored.bytes.start;
-            for (expert, part) in (0..experts).flat_map(|expert| parts.iter().map(move |part| (expert, part))) {
-                let own = Stored { shape: vec![rows, k], bytes: first..first + bytes, scales: None, ..stored };
-                self.tensors.insert(format!("{block}.{expert}.{part}.weight"), own);
-                first += bytes;
-            }
-        }
-        self
-    }
-
-    /// One tensor for each pair of blocks and scales of MXFP4.
-    fn with_blocks(mut self) -> Weights<'a> {
-        let names: Vec<String> =
-            self.tensors.keys().filter_map(|name| Some(name.strip_suffix(BLOCKS)?.to_string())).collect();
-        for name in names {
-            let [blocks, scales] = [BLOCKS, SCALES].map(|end| format!("{name}{end}"));
-            let (Some(of_blocks), Some(of_scales)) = (self.tensors.get(&blocks), self.tensors.get(&scales)) else {
-                continue;
-            };
-            let bytes = of_blocks.dtype == Dtype::U8 && of_scales.dtype == Dtype::U8;
-            let Some(shape) = mxfp4::shape(&of_blocks.shape, &of_scales.shape).filter(|_| bytes) else { continue };
-            let scales = self.tensors.remove(&scales).map(|it| (it.shard, it.bytes));
-            let blocks = self.tensors.remove(&blocks).expect("it is there");
-            self.tensors.insert(name, Stored { shape, scales, ..blocks });
-        }
-        self
     }
 
     fn empty(source: &Path) -> Weights<'a> {
@@ -196,7 +138,7 @@ impl<'a> Weights<'a> {
         let mut weights = Weights::empty(Path::new("the model in memory"));
         let stored = |tensor: &TensorRef| {
             let dtype = typed!(tensor.dtype() => A, dtype_of::<A>());
-            Stored { shard: 0, dtype, shape: tensor.shape().into(), bytes: 0..0, scales: None }
+            Stored { shard: 0, dtype, shape: tensor.shape().into(), bytes: 0..0, more: Vec::new(), scales: None }
         };
         weights.tensors = memory.iter().map(|(name, (tensor, _))| (name.clone(), stored(tensor))).collect();
         weights.memory = memory;
@@ -441,30 +383,36 @@ impl<'a> Weights<'a> {
         if let Some(scales) = &stored.scales {
             return self.expand(name, stored, scales);
         }
-        let (path, file) = &mut self.shards[stored.shard];
         let width = match stored.dtype {
             Dtype::BF16 | Dtype::F16 => 2,
             Dtype::F32 => 4,
             other => {
                 let why = format!("is {other}; weights must be BF16, F16 or F32");
-                return Err(ModelError::tensor(path, name, why));
+                return Err(ModelError::tensor(self.shard(stored), name, why));
             }
         };
-        let unreadable = |e: std::io::Error| ModelError::tensor(path, name, format!("cannot be read: {e}"));
-        file.seek(SeekFrom::Start(stored.bytes.start)).map_err(unreadable)?;
-        let length = (stored.bytes.end - stored.bytes.start) as usize;
-        let mut data: Vec<T> = buffer(&[length / width])?;
-        let mut block = vec![0u8; BLOCK.min(length)];
-        for piece in data.chunks_mut(BLOCK / width) {
-            let bytes = &mut block[..piece.len() * width];
-            file.read_exact(bytes).map_err(unreadable)?;
-            match stored.dtype {
-                Dtype::BF16 => convert(bytes, piece, |b| bf16::from_le_bytes(b).widen()),
-                Dtype::F16 => convert(bytes, piece, |b| f16::from_le_bytes(b).widen()),
-                _ => convert(bytes, piece, f32::from_le_bytes),
+        let parts = || std::iter::once((stored.shard, &stored.bytes)).chain(stored.more.iter().map(|(s, b)| (*s, b)));
+        let elements = |bytes: &Range<u64>| (bytes.end - bytes.start) as usize / width;
+        let length = parts().map(|(_, bytes)| elements(bytes)).sum();
+        let mut data: Vec<T> = buffer(&[length])?;
+        let mut block = vec![0u8; BLOCK.min(length * width)];
+        let mut rest = &mut data[..];
+        for (shard, bytes) in parts() {
+            let (path, file) = &mut self.shards[shard];
+            let unreadable = |e: std::io::Error| ModelError::tensor(path, name, format!("cannot be read: {e}"));
+            file.seek(SeekFrom::Start(bytes.start)).map_err(unreadable)?;
+            let part = rest.split_off_mut(..elements(bytes)).expect("its elements are counted");
+            for piece in part.chunks_mut(BLOCK / width) {
+                let bytes = &mut block[..piece.len() * width];
+                file.read_exact(bytes).map_err(unreadable)?;
+                match stored.dtype {
+                    Dtype::BF16 => convert(bytes, piece, |b| bf16::from_le_bytes(b).widen()),
+                    Dtype::F16 => convert(bytes, piece, |b| f16::from_le_bytes(b).widen()),
+                    _ => convert(bytes, piece, f32::from_le_bytes),
+                }
+                self.taken += bytes.len() as u64;
+                (self.progress)(self.taken, self.total);
             }
-            self.taken += bytes.len() as u64;
-            (self.progress)(self.taken, self.total);
         }
         Ok(data)
     }
@@ -499,52 +447,16 @@ impl<'a> Weights<'a> {
     }
 }
 
-/// The ends of the names of a tensor that is stored as MXFP4.
-const BLOCKS: &str = "_blocks";
-const SCALES: &str = "_scales";
-
 /// A tensor of this shape, but for its rows.
 fn without_rows(dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
     let shape = [&[0], shape.get(1..).unwrap_or_default()].concat();
     typed!(dtype => A, Ok(Tensor::new(Vec::<A>::new(), &shape)?))
 }
 
-/// The ends of the names of two tensors of all experts.
-const GATE_UP: &str = ".mlp.experts.gate_up_proj";
-const DOWN: &str = ".mlp.experts.down_proj";
-
-/// Other names of folders: the tensor by which they are known, and what stands at the beginning of names there and in the model.
-/// GPT-2 was published as the base of a model; the head of a GPT-NeoX has another name in modules than in folders, and so has all but
-/// the head of a Nemotron-H; beside a model of images a text model has one more part before its names.
-const RENAMED: [(&str, &str, &str); 4] = [
-    ("wte.weight", "", "transformer."),
-    ("gpt_neox.embed_in.weight", "lm_head.", "embed_out."),
-    ("model.norm_f.weight", "model.", "backbone."),
-    ("model.language_model.norm.weight", "model.language_model.", "model."),
-];
-
 /// The files of a folder that torch.save may have written.
 pub(crate) fn files_of_torch(dir: &Path) -> Vec<PathBuf> {
     let files = std::fs::read_dir(dir).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
     files.filter(|path| path.extension().is_some_and(|e| e == "pth")).collect()
-}
-
-/// A tensor of RWKV-7 as models have it: vectors are stored with two axes of one before them. In the package the first block has
-/// a way back to its own v as well, which nothing reads, and of two narrow matrices and what is added to their product `w1`,
-/// `w2` and `w0` are here `w1.weight`, `w2.weight` and `w2.bias`.
-fn of_rwkv(name: String, mut stored: Stored) -> Option<(String, Stored)> {
-    if let [1, 1, _] = stored.shape[..] {
-        stored.shape.drain(..2);
-    }
-    let Some((block, last)) = name.split_once(".att.") else { return Some((name, stored)) };
-    let narrow = last.strip_prefix(['w', 'a', 'v', 'g']).filter(|_| last.len() == 2);
-    let last = match narrow {
-        Some("0") => format!("{}2.bias", &last[..1]),
-        Some("1" | "2") => format!("{last}.weight"),
-        _ => last.to_string(),
-    };
-    let is_read = block != "blocks.0" || !["v2.bias", "v1.weight", "v2.weight"].contains(&&*last);
-    is_read.then(|| (format!("{block}.att.{last}"), stored))
 }
 
 /// Whether a tensor is one that models of these families were once stored with and compute anew: tables of the rotary
@@ -673,7 +585,10 @@ fn read_header(
                 format!("has {} bytes of data, not what shape {:?} of {} needs", end - begin, info.shape, info.dtype);
             return Err(ModelError::tensor(path, &name, why));
         }
-        tensors.push((name, Stored { shard, dtype: info.dtype, shape: info.shape, bytes: begin..end, scales: None }));
+        tensors.push((
+            name,
+            Stored { shard, dtype: info.dtype, shape: info.shape, bytes: begin..end, more: Vec::new(), scales: None },
+        ));
     }
     // By name where offsets are equal, so that the same file always gives the same error.
     tensors.sort_by(|a, b| (a.1.bytes.start, a.1.bytes.end, &a.0).cmp(&(b.1.bytes.start, b.1.bytes.end, &b.0)));
@@ -728,8 +643,22 @@ mod tests {
         let bytes = file(TWO, 12);
         let read = read_header(Path::new("w"), &mut &*bytes, bytes.len() as u64, 3).unwrap();
         let start = 8 + TWO.len() as u64;
-        let a = Stored { shard: 3, dtype: Dtype::F32, shape: vec![1, 2], bytes: start..start + 8, scales: None };
-        let b = Stored { shard: 3, dtype: Dtype::BF16, shape: vec![2], bytes: start + 8..start + 12, scales: None };
+        let a = Stored {
+            shard: 3,
+            dtype: Dtype::F32,
+            shape: vec![1, 2],
+            bytes: start..start + 8,
+            more: Vec::new(),
+            scales: None,
+        };
+        let b = Stored {
+            shard: 3,
+            dtype: Dtype::BF16,
+            shape: vec![2],
+            bytes: start + 8..start + 12,
+            more: Vec::new(),
+            scales: None,
+        };
         assert_eq!(read, [("a".into(), a), ("b".into(), b)]);
     }
 

@@ -495,17 +495,21 @@ def test_frequencies_belong_to_a_declared_length(family, tmp_path):
     assert (again.rope_length, logprobs(again)) == (40, made)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "olmoe", "deepseek-v2", "deepseek-v3"])
-def test_experts_that_a_module_holds_in_one(family, tmp_path):
-    """Modules of transformers 5 have all experts of a layer in one tensor, folders each by itself: the same model."""
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "olmoe", "deepseek-v2", "deepseek-v3", "nemotron-3-latent", "kimi-linear", "olmo-hybrid"])
+def test_what_a_module_holds_in_one(family, tmp_path):
+    """Modules of transformers 5 have all experts and all convolutions of a layer in one tensor, folders each by itself: the same model."""
     transformers = pytest.importorskip("transformers")
     folder = CHECKPOINTS / family
     module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    fused = [name for name in module.state_dict() if name.endswith("experts.gate_up_proj")]
-    assert fused
+    ends = ("experts.gate_up_proj", "experts.up_proj", "attn.conv1d.weight")
+    assert any(name.endswith(ends) for name in module.state_dict())
     separate, model = samebits.torch.CausalLM.from_pretrained(folder, dtype="fp32"), samebits.torch.CausalLM(module, dtype="fp32")
     assert model.state_dict().keys() == module.state_dict().keys() != separate.state_dict().keys()
     assert samebits.torch.sha256(model) == samebits.torch.sha256(separate)
+    # As transformers saves it, which cuts and names some of them otherwise than it found them.
+    module.save_pretrained(tmp_path / "saved")
+    saved = samebits.torch.CausalLM.from_pretrained(tmp_path / "saved", dtype="fp32")
+    assert samebits.torch.sha256(saved) == samebits.torch.sha256(separate)
     given, engines = sequences(40), [samebits.Engine(one, dtype="fp32") for one in (folder, module, model)]
     told = lambda engine: [(s.tokens.tolist(), s.logprobs.tobytes()) for s in engine.generate(given, max_tokens=5, seed=3)]
     before = told(engines[0])
@@ -554,6 +558,24 @@ def test_experts_that_a_module_holds_in_one(family, tmp_path):
     assert before != after and all(told(engine) == after for engine in engines)
 
 
+def test_a_text_model_beside_one_of_images(tmp_path):
+    """A module and the folder that it saves have the same parameters, under names of their own; tensors of images are passed by."""
+    transformers = pytest.importorskip("transformers")
+    config = json.loads((CHECKPOINTS / "qwen3-5/config.json").read_text()) | {"tie_word_embeddings": False}
+    text = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
+    images = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 48}
+    both = transformers.Qwen3_5Config(text_config=text, vision_config=images)
+    torch.manual_seed(0)
+    module = transformers.Qwen3_5ForConditionalGeneration(both).to(torch.bfloat16)
+    module.save_pretrained(tmp_path)
+    model, saved = samebits.torch.CausalLM(module), samebits.torch.CausalLM.from_pretrained(tmp_path)
+    assert samebits.torch.sha256(model) == samebits.torch.sha256(saved)
+    names = dict(model.named_parameters())
+    assert names.keys() < dict(module.named_parameters()).keys() and any("language_model" in name for name in names)
+    told = [samebits.Engine(one).generate([3, 1, 4], max_tokens=4, seed=1)[0].logprobs.tobytes() for one in (module, tmp_path, model)]
+    assert len(set(told)) == 1
+
+
 def test_experts_that_do_not_fit_are_refused_by_name():
     transformers = pytest.importorskip("transformers")
     module = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "mixtral", dtype=torch.float32)
@@ -565,8 +587,26 @@ def test_experts_that_do_not_fit_are_refused_by_name():
         ({**state, name: state[name][:-1]}, "tensor `model.layers.1.block_sparse_moe.experts.5.w1.weight` is missing"),
         ({**state, one: state[name][0]}, f"tensor `{one}`: stands there twice"),
     ]
+    refused(engine, module.config, cases)
+
+
+def test_convolutions_that_do_not_fit_are_refused_by_name():
+    transformers = pytest.importorskip("transformers")
+    module = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "olmo-hybrid", dtype=torch.float32)
+    state, block = module.state_dict(), "model.layers.0.linear_attn"
+    name = f"{block}.conv1d.weight"
+    without = {key: tensor for key, tensor in state.items() if key != f"{block}.k_proj.weight"}
+    cases = [
+        ({**state, name: state[name][:-1]}, f"`{name}`: has shape .143, 1, 4.; its projections have 144 rows together"),
+        (without, f"`{name}`: is cut by the rows of `{block}.k_proj.weight`, which is missing"),
+    ]
+    refused(samebits.Engine(module), module.config, cases)
+
+
+def refused(engine, config, cases):
+    """Each state is refused with its line, as another one for the engine and for a new model."""
     for given, line in cases:
-        for call in (lambda: engine.update(given), lambda: samebits.torch.CausalLM(given, module.config)):
+        for call in (lambda: engine.update(given), lambda: samebits.torch.CausalLM(given, config)):
             with pytest.raises(ValueError, match=line) as error:
                 call()
             assert "\n" not in str(error.value)

@@ -73,11 +73,11 @@ class CausalLM(torch.nn.Module):
         if text is None:
             text = _native.config_text(self._folder)
         self.config: dict[str, Any] = json.loads(text)
-        whose = {of: name for name, tensor in tensors.items() for of, _ in places(name, tensor, self._family)}
+        whose = {of: name for name in tensors for of, _ in places(name, tensors, self._family)}
         self._names = list(dict.fromkeys(whose[of] for of in self._native.parameters()))
         constants = list(dict.fromkeys(whose[of] for of in self._native.constants()))
         # Of each tensor those of a folder that stand in it.
-        self._places = {name: places(name, tensors[name], self._family) for name in (*self._names, *constants)}
+        self._places = {name: places(name, tensors, self._family) for name in (*self._names, *constants)}
         for name in self._names:
             self._put(name, torch.nn.Parameter(tensors[name].to(torch.float32, copy=True).contiguous()))
         for name in constants:
@@ -179,7 +179,7 @@ class CausalLM(torch.nn.Module):
                 state[name] = state_dict[name] if name in state_dict else _whole(parts, given.__getitem__)
                 given = {of: tensor for of, tensor in given.items() if of not in dict(parts)}
         # What is left belongs to none of them.
-        state_dict = {**{name: t for name, t in state_dict.items() if any(of in given for of, _ in places(name, t, self._family))}, **state}
+        state_dict = {**{name: t for name, t in state_dict.items() if any(of in given for of, _ in places(name, state_dict, self._family))}, **state}
         return super().load_state_dict(state_dict, strict, assign)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -211,6 +211,8 @@ def _whole(parts: list[Place], tensor: Callable[[str], torch.Tensor]) -> torch.T
     """The tensor of a module whose parts a folder has."""
     if not parts[0][1]:
         return tensor(parts[0][0])
+    if isinstance(parts[0][1][0], slice):
+        return torch.cat([tensor(of) for of, _ in parts])
     experts: dict[int, list[torch.Tensor]] = {}
     for of, at in parts:
         experts.setdefault(at[0], []).append(tensor(of))
