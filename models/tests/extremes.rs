@@ -2,7 +2,7 @@
 //!
 //! Compiled with overflow checks; sizes that no memory holds must be refused before they are asked for.
 
-use samebits_models::plan::{Branch, Heads, Layer};
+use samebits_models::plan::{Activation, Branch, Heads, Layer};
 use samebits_models::{
     Accumulator, Audit, Batch, Config, Engine, Event, GradientRun, Grouping, Loss, Model, ModelError, Optimizer,
     Padding, PageOrder, Partial, Precision, RopeLength, Run, Sampling, Schedule, Serving, Trainer,
@@ -284,6 +284,23 @@ fn a_changed_config_is_what_runs() {
         change(&mut changed);
         assert!(logits(&changed) != logits(&good), "change {i}");
     }
+}
+
+/// Two alphas would stand for those of all experts.
+#[test]
+fn experts_have_no_learned_activation() {
+    let mut changed = Config::load(&checkpoint("mixtral")).unwrap();
+    let mut experts = 0;
+    for branch in changed.blocks.iter_mut().flatten() {
+        if let Layer::Moe(plan) = &mut branch.layer {
+            plan.expert.activation = Activation::Learned("mlp.act_fn");
+            experts += 1;
+        }
+    }
+    assert!(experts > 0);
+    let tensors = BTreeMap::new();
+    let told = Model::of_tensors(&changed, &tensors, Precision::Fp32, None, &Cpu::best()).err().unwrap().to_string();
+    assert!(told.contains("the alphas of xIELU are those of one MLP"), "{told}");
 }
 
 /// Changes one number of a block.

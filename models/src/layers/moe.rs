@@ -151,6 +151,8 @@ impl Plan {
             Err("its layers have the width of the residual stream")
         } else if !count.is_multiple_of(groups) {
             Err("groups are of as many experts each")
+        } else if matches!(self.expert.activation, mlp::Activation::Learned(_)) {
+            Err("the alphas of xIELU are those of one MLP; experts have another activation")
         } else {
             Ok(())
         }
