@@ -20,7 +20,7 @@ _FAMILIES: dict[str, tuple[str, tuple[str, str, str]]] = {
     "lfm2_moe": ("feed_forward", ("w1", "w3", "w2")),
 }
 # Those whose folders hold all experts of a layer in one, as modules do.
-_TOGETHER = ("gpt_oss",)
+_TOGETHER = ("gpt_oss", "llama4_text")
 # Tensors whose module has another path than folders.
 _GRANITE = {
     "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
