@@ -887,8 +887,9 @@ fn logprob_gradients(dtype: DType, out: DType) -> Vec<Case> {
 /// Choices with groups and without, scores that tie, a bias, and rows of special values.
 fn routes(dtype: DType, out: DType) -> Vec<Case> {
     type Params = &'static [(&'static str, &'static str)];
-    let forms: [(usize, Params); 8] = [
+    let forms: [(usize, Params); 9] = [
         (4, &[("chosen", "2")]),
+        (70, &[("chosen", "5"), ("scoring", "sigmoid"), ("chosen_by", "logits")]),
         (8, &[("chosen", "8"), ("normalise", "1")]),
         (33, &[("chosen", "5"), ("normalise", "1"), ("scale", "2.5")]),
         (64, &[("chosen", "6"), ("groups", "8"), ("top_groups", "3"), ("scale", "16")]),
@@ -1149,6 +1150,7 @@ fn attentions(dtype: DType, out: DType) -> Vec<Case> {
     }
     let forms = [
         Form { b: 1, t: 1, s: 5, heads: (1, 1), dims: (8, 8), params: &[] },
+        Form { b: 2, t: 20, s: 40, heads: (2, 1), dims: (16, 16), params: &[("causal", "1"), ("chunk", "9")] },
         Form { b: 2, t: 1, s: 600, heads: (4, 1), dims: (64, 64), params: &[("causal", "1")] },
         Form { b: 1, t: 1, s: 520, heads: (8, 1), dims: (128, 128), params: &[] },
         Form { b: 1, t: 3, s: 700, heads: (6, 2), dims: (40, 24), params: &[("causal", "1"), ("window", "300")] },
@@ -1201,8 +1203,9 @@ fn attentions(dtype: DType, out: DType) -> Vec<Case> {
 
 fn attention_gradients(dtype: DType, out: DType) -> Vec<Case> {
     type Form = ([usize; 3], (usize, usize), (usize, usize), &'static [(&'static str, &'static str)]);
-    let forms: [Form; 5] = [
+    let forms: [Form; 6] = [
         ([1, 1, 5], (1, 1), (8, 8), &[]),
+        ([2, 20, 40], (2, 1), (9, 7), &[("causal", "1"), ("chunk", "9")]),
         ([2, 3, 270], (4, 2), (33, 20), &[("causal", "1"), ("window", "260")]),
         ([1, 259, 3], (2, 1), (5, 7), &[("causal", "1"), ("tf32", "enabled")]),
         ([1, 2, 9], (1, 1), (258, 3), &[("softcap", "20"), ("scale", "0.3")]),
@@ -1345,7 +1348,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 64] = [
+const MUTANTS: [Mutant; 67] = [
     Mutant {
         name: "sink_of_the_first_head",
         change: Change {
@@ -1530,6 +1533,16 @@ const MUTANTS: [Mutant; 64] = [
             file: "attention_backward.cu",
             from: "key > position - call.window",
             to: "key >= position - call.window",
+        },
+        shapes: "attention_backward",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "gradient_chunk_of_the_key_alone",
+        change: Change {
+            file: "attention_backward.cu",
+            from: "key < position - position % call.chunk",
+            to: "key < position - key % call.chunk",
         },
         shapes: "attention_backward",
         says: "elements differ",
@@ -1756,6 +1769,12 @@ const MUTANTS: [Mutant; 64] = [
         says: "elements differ",
     },
     Mutant {
+        name: "chunk_for_a_window",
+        change: Change { file: "attention.cu", from: "p - static_cast<int>(p) % call.chunk", to: "p - call.chunk + 1" },
+        shapes: "attention",
+        says: "elements differ",
+    },
+    Mutant {
         name: "blocks_added_from_the_last",
         change: Change {
             file: "attention.cu",
@@ -1806,6 +1825,12 @@ const MUTANTS: [Mutant; 64] = [
     Mutant {
         name: "group_worth_without_the_second_choice",
         change: Change { file: "route.cu", from: "if (choice.top_two) worth =", to: "if (false) worth =" },
+        shapes: "route",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "experts_chosen_by_their_scores",
+        change: Change { file: "route.cu", from: "choice.by_logits ?", to: "false ?" },
         shapes: "route",
         says: "elements differ",
     },

@@ -8,7 +8,7 @@ use crate::case::{Answer, Case, Status};
 use crate::compare;
 use crate::fill::{Fill, Maker};
 use crate::round;
-use crate::spec::{self, Class, Spec};
+use crate::spec::{self, Class, Sees, Spec};
 use crate::tensor::{DType, Tensor};
 use crate::verdict::Evidence;
 use samebits_schema::{Holds, Input, Op, Output, Role};
@@ -1167,14 +1167,13 @@ fn unseen_keys(case: &Case) -> Vec<bool> {
     let keys = case.inputs["k"].shape()[1];
     let queries = q_pos.len() / kv_len.len();
     let flag = |name: &str| case.params.get(name).is_some_and(|v| v == "1");
-    let window: i64 = case.params.get("window").map_or(0, |v| v.parse().expect("checked"));
+    let count = |name: &str| case.params.get(name).map_or(0, |v| v.parse().expect("checked"));
+    let sees = Sees::of(count, flag("causal"));
     let mut unseen = Vec::with_capacity(keys * kv_len.len());
     for (entry, &len) in kv_len.iter().enumerate() {
         for j in 0..keys as i64 {
-            let seen = q_pos[entry * queries..][..queries].iter().map(|&p| i64::from(p)).any(|position| {
-                j < i64::from(len) && (!flag("causal") || j <= position) && (window == 0 || j > position - window)
-            });
-            unseen.push(!seen);
+            let seen = |position: &i32| j < i64::from(len) && sees.key(j, i64::from(*position));
+            unseen.push(!q_pos[entry * queries..][..queries].iter().any(seen));
         }
     }
     unseen

@@ -15,6 +15,7 @@ use samebits_schema::{Attributes, Call, Given, Holds, Op, Output, REST};
 use std::collections::BTreeMap;
 use std::ops::Deref;
 
+pub(crate) use attention::Sees;
 pub use samebits_schema::Error;
 
 mod activate;

@@ -139,6 +139,9 @@ MODELS = {
     "nemotron": ("Nemotron", dict(BASE, num_hidden_layers=2, head_dim=16, attention_bias=True), 24, "bf16"),
     "ministral3": ("Ministral3", dict(BASE, num_hidden_layers=2, head_dim=16, rope_parameters=dict(
         YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)), 40, "bf16"),
+    "llama4": ("Llama4", dict(BASE, num_hidden_layers=3, head_dim=16, intermediate_size=24, intermediate_size_mlp=80, num_local_experts=6,
+                              num_experts_per_tok=2, moe_layers=[1, 2], no_rope_layers=[1, 0, 1], attention_chunk_size=5, floor_scale=4,
+                              attn_scale=0.3, rope_parameters=LLAMA3), 12, "bf16"),
     "apertus": ("Apertus", dict(BASE, num_hidden_layers=2, attention_bias=True, rope_parameters=LLAMA3), 24, "bf16"),
     "rwkv7": ("Rwkv7", rwkv7.SIZES, 24, "bf16"),
     "phi3": ("Phi3", dict(BASE, original_max_position_embeddings=32, rope_parameters=LONG), 40, "bf16"),
@@ -176,9 +179,9 @@ MODELS = {
                                        num_hidden_layers=2, rope_parameters=dict(YARN, mscale=0.7, mscale_all_dim=1.0)), 12, "bf16"),
 }
 # Ends of the names of the modules that choose experts.
-ROUTERS = ("TopKRouter", "TopkRouter", "V1Gate")
+ROUTERS = ("TopKRouter", "TopkRouter", "V1Gate", "Llama4Router")
 # Where a text model has a config of its own.
-CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 # Where it is not called KindForCausalLM.
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -188,7 +191,7 @@ def weights(model, generator):
     """Random weights: matrices of a gain of 1 (queries and keys more, so that attention chooses), norms around 1 (or 0 where the model adds 1), biases of 0.2."""
     offset = model.config.model_type in ("gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
     # Matrices of all experts, or all of blocks.
-    transposed = {"gpt2": ".h.", "gpt_oss": ".experts."}.get(model.config.model_type)
+    transposed = {"gpt2": ".h.", "gpt_oss": ".experts.", "llama4_text": ".experts."}.get(model.config.model_type)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             noise = torch.randn(tensor.shape, generator=generator)
@@ -218,6 +221,13 @@ def weights(model, generator):
                 tensor.copy_(noise * (1.6 if sharp else 1.0) / inputs ** 0.5)
 
 
+def experts_of(router, output):
+    """The experts that a router chose, in ascending order."""
+    # That of Llama 4 gives the scores of all, and its logits.
+    chosen = output[-1].topk(router.top_k, dim=-1).indices if type(router).__name__ == "Llama4Router" else output[-1]
+    return chosen.sort(dim=-1).values
+
+
 def run(folder, tokens, dtype, noise=None):
     """Logits of the model in `folder`, and the experts that every router chose, in ascending order."""
     if rwkv7.is_one(folder):
@@ -228,7 +238,7 @@ def run(folder, tokens, dtype, noise=None):
     chosen = []
 
     def note(module, args, output):
-        chosen.append(output[-1].sort(dim=-1).values.reshape(*tokens.shape, -1))
+        chosen.append(experts_of(module, output).reshape(*tokens.shape, -1))
 
     def disturb(module, args, output):
         return output * (1 + torch.randn(output.shape, generator=noise) / 128)

@@ -261,6 +261,7 @@ def attention(r):
     scale = r.number("scale", 1 / math.sqrt(max(dim, 1)), 0)
     causal = r.choice("causal", "0", ("0", "1", "false", "true")) in ("1", "true")
     r.only("window", "0", "0")
+    r.only("chunk", "0", "0")
     if r.number("softcap", 0, 0):
         raise Unsupported("param `softcap`: only 0 is offered")
     # Heads before positions, as torch wants them.
@@ -312,6 +313,7 @@ def attention_backward(r):
     scale = r.number("scale", 1 / math.sqrt(max(dim, 1)), 0)
     causal = r.choice("causal", "0", ("0", "1", "false", "true")) in ("1", "true")
     r.only("window", "0", "0")
+    r.only("chunk", "0", "0")
     if r.number("softcap", 0, 0):
         raise Unsupported("param `softcap`: only 0 is offered")
     last = torch.arange(keys - queries, keys, device=DEVICE)

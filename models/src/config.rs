@@ -602,12 +602,7 @@ mod tests {
             (
                 "llama",
                 scaled("llama3", json!({"factor": 8, "low_freq_factor": 4, "high_freq_factor": 1})),
-                "low_freq_factor` is 4; it must be below high_freq_factor 1",
-            ),
-            (
-                "llama",
-                scaled("llama3", json!({"factor": 8, "low_freq_factor": 4, "high_freq_factor": 4})),
-                "low_freq_factor` is 4; it must be below",
+                "low_freq_factor` is 4; it must not be above high_freq_factor 1",
             ),
             (
                 "llama",
@@ -1056,6 +1051,10 @@ mod tests {
                 json!({"architectures": ["Ministral3ForCausalLM"], "attention_dropout": 0.0, "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 262144, "model_type": "ministral3", "num_key_value_heads": 2, "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0, "rope_type": "yarn", "type": "yarn"}, "sliding_window": null, "tie_word_embeddings": true}),
             ),
             (
+                "Llama-4-Scout (text)",
+                json!({"attention_bias": false, "attention_chunk_size": 8192, "attention_dropout": 0.0, "for_llm_compressor": false, "head_dim": 16, "hidden_act": "silu", "interleave_moe_layer_step": 1, "intermediate_size": 80, "intermediate_size_mlp": 160, "max_position_embeddings": 10485760, "model_type": "llama4_text", "no_rope_layers": [], "num_experts_per_tok": 1, "num_key_value_heads": 2, "num_local_experts": 16, "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "tie_word_embeddings": false, "use_qk_norm": true}),
+            ),
+            (
                 "OLMoE",
                 json!({"attention_bias": false, "clip_qkv": null, "hidden_act": "silu", "intermediate_size": 32, "max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": false, "num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": false}),
             ),
@@ -1148,6 +1147,58 @@ mod tests {
         ] {
             let found = kimi(changes).unwrap_err();
             assert!(found.contains(refused), "{refused}: {found}");
+        }
+    }
+
+    /// Llama 4: which layers look beyond their chunk, rotate, are normed, grow and have experts, each said by a field of its own.
+    #[test]
+    fn layers_of_llama4() {
+        let llama4 = |changes: Value| {
+            let sizes = json!({"num_hidden_layers": 4, "intermediate_size_mlp": 160, "num_local_experts": 8, "num_experts_per_tok": 1, "rms_norm_eps": 1e-5});
+            let config = read("llama4_text", with(&sizes, changes))?;
+            let kind = |plan: &LayerPlan| match plan {
+                LayerPlan::Attention(plan) => {
+                    let turns = config.rotary[plan.rope.table].scaling != Scaling::Zero;
+                    let growth = plan.q_table.and_then(|table| config.rotary[table].growth);
+                    let [chunk, turns, normed] =
+                        [plan.heads.chunk.is_some(), turns, plan.norm.is_some_and(|norm| norm.behind && !norm.weights)]
+                            .map(u8::from);
+                    format!(" {chunk}{turns}{normed}{}", growth.map_or(0, |growth| growth.original))
+                }
+                LayerPlan::Mlp(plan) => format!("-{}", plan.width),
+                LayerPlan::Moe(plan) => format!("={}", plan.count),
+                other => panic!("{other:?}"),
+            };
+            Ok::<String, String>(config.plans().map(kind).collect())
+        };
+        assert_eq!(llama4(json!({})).unwrap(), " 1110=8 1110=8 1110=8 0008192=8");
+        let maverick = json!({"use_qk_norm": false, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0], "attn_temperature_tuning": 4, "floor_scale": 64});
+        assert_eq!(llama4(maverick).unwrap(), " 1100-160 1100=8 1100-160 00064=8");
+        let apart = json!({"layer_types": ["full_attention", "full_attention", "chunked_attention", "chunked_attention"], "no_rope_layer_interval": 2, "moe_layers": [0], "attn_temperature_tuning": false});
+        assert_eq!(llama4(apart).unwrap(), " 0110=8 0000-160 1110-160 1000-160");
+        let dense = json!({"moe_layers": [], "num_local_experts": null, "attention_chunk_size": null, "layer_types": vec!["full_attention"; 4]});
+        assert_eq!(llama4(dense).unwrap(), " 0110-160 0110-160 0110-160 0008192-160");
+        for (changes, refused) in [
+            (json!({"attention_chunk_size": null}), "`attention_chunk_size` is null, but layers attend within chunks"),
+            (json!({"attention_chunk_size": 0}), "`attention_chunk_size` is 0"),
+            (json!({"attn_temperature_tuning": "on"}), "`attn_temperature_tuning` is \"on\"; it must be true or false"),
+            (json!({"attn_scale": -1}), "`attn_scale` is -1"),
+            (json!({"floor_scale": 0}), "`floor_scale` is 0"),
+            (
+                json!({"layer_types": vec!["sliding_attention"; 4]}),
+                "`layer_types[0]` is \"sliding_attention\"; supported are",
+            ),
+            (json!({"no_rope_layers": [1, 1]}), "it must be a list of 4 numbers, 0 or 1"),
+            (json!({"moe_layers": [0], "intermediate_size_mlp": null}), "`intermediate_size_mlp` is missing"),
+            (json!({"num_local_experts": null}), "`num_local_experts` is missing"),
+            (json!({"num_experts_per_tok": 9}), "`num_experts_per_tok` is 9; there are 8 experts"),
+            (json!({"interleave_moe_layer_step": 0}), "`interleave_moe_layer_step` is 0"),
+            (json!({"head_dim": 15}), "`head_dim` is 15"),
+            (json!({"sliding_window": 7}), "`sliding_window` is 7, which this family does not know"),
+            (json!({"hidden_act": "gelu"}), "`hidden_act` is \"gelu\""),
+        ] {
+            let found = llama4(changes.clone()).unwrap_err();
+            assert!(found.contains(refused), "{changes}: {found}");
         }
     }
 

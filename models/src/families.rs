@@ -30,6 +30,7 @@ mod kimi_linear;
 mod lfm2;
 mod lfm2_moe;
 mod llama;
+mod llama4;
 mod mamba;
 mod mamba2;
 mod minimax_m2;
@@ -116,6 +117,7 @@ const ALL: &[Family] = &[
     cohere2::FAMILY,
     nemotron::FAMILY,
     ministral3::FAMILY,
+    llama4::FAMILY,
     apertus::FAMILY,
     nemotron_h::FAMILY,
     falcon_h1::FAMILY,
@@ -202,8 +204,16 @@ impl Family {
 }
 
 /// The fields of models of images that stand around a `text_config`.
-const BESIDE: &[&str] =
-    &["vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"];
+const BESIDE: &[&str] = &[
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "image_token_index",
+    "boi_token_index",
+    "eoi_token_index",
+];
 
 impl PartialEq for Family {
     fn eq(&self, other: &Family) -> bool {

@@ -21,7 +21,7 @@ pub mod plan {
     pub use crate::layers::mamba::{Norms as ScanNorms, Plan as Mamba};
     pub use crate::layers::mamba2::{Gate as ScanGate, Plan as Mamba2};
     pub use crate::layers::mlp::{Activation, Names as MlpNames, Plan as Mlp};
-    pub use crate::layers::moe::Plan as Moe;
+    pub use crate::layers::moe::{Plan as Moe, Weighs};
     pub use crate::layers::norm::{Kind as NormKind, Plan as Norm};
 }
 

@@ -25,13 +25,15 @@ pub struct Rotary {
     pub growth: Option<Growth>,
 }
 
-/// A factor of queries, which grows with the position: `1 + beta * ln(1 + floor(position / original))`.
+/// A factor of queries, which grows with the position: `1 + beta * ln(1 + floor((first + position) / original))`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Growth {
     /// How fast it grows.
     pub beta: f64,
     /// Positions up to which it is 1.
     pub original: usize,
+    /// The number that the first position has here.
+    pub first: usize,
 }
 
 /// What the frequencies belong to, where their scaling depends on a length.
@@ -250,8 +252,8 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
         }
         "llama3" => {
             let (low, high) = (required("low_freq_factor"), required("high_freq_factor"));
-            if found.contains_key("low_freq_factor") && found.contains_key("high_freq_factor") && low >= high {
-                f.refuse(name("low_freq_factor"), format!("is {low}; it must be below high_freq_factor {high}"));
+            if found.contains_key("low_freq_factor") && found.contains_key("high_freq_factor") && low > high {
+                f.refuse(name("low_freq_factor"), format!("is {low}; it must not be above high_freq_factor {high}"));
             }
             let keys = &["factor", "low_freq_factor", "high_freq_factor", ORIGINAL];
             (keys, Scaling::Llama3 { factor: required("factor"), low, high, original }, 1.0)
@@ -325,7 +327,7 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
     for key in [BETA, ORIGINAL].into_iter().filter(|key| grows && !found.contains_key(key)) {
         f.refuse(name(key), "is missing; queries grow with their positions by it");
     }
-    let growth = number(BETA).map(|beta| Growth { beta, original });
+    let growth = number(BETA).map(|beta| Growth { beta, original, first: 0 });
     let rotary = Rotary { theta, dim, scaling, factor, growth };
     let lengths = [1, original, original.saturating_add(1), max_positions];
     if f.is_clean()
@@ -434,8 +436,8 @@ impl Rotary {
 
     /// The factor of cosines and sines of a position.
     pub(crate) fn factor_at(&self, position: i32) -> f32 {
-        let Some(Growth { beta, original }) = self.growth else { return self.factor };
-        let passed = position as usize / original.max(1);
+        let Some(Growth { beta, original, first }) = self.growth else { return self.factor };
+        let passed = first.saturating_add(position as usize) / original.max(1);
         self.factor * (1.0 + beta * libm::log(1.0 + passed as f64)) as f32
     }
 
@@ -535,6 +537,9 @@ mod tests {
         // Of ends 32 and 16 the third is above.
         let llama3 = freq(Scaling::Llama3 { factor: 8.0, low: 2.0, high: 4.0, original: 64 }, 1);
         assert_eq!(llama3[2], plain[2] / 8.0);
+        // No ramp: 19.9 and 62.8 on either side of 32.
+        let llama3 = freq(Scaling::Llama3 { factor: 8.0, low: 2.0, high: 2.0, original: 64 }, 1);
+        assert_eq!(llama3[1..3], [plain[1], plain[2] / 8.0]);
         let long = Scaling::Long { short: vec![1.0; 8], long: vec![2.0; 8], original: 32 };
         assert_eq!(freq(long.clone(), 32), plain);
         assert_eq!(freq(long, 33)[1], plain[1] / 2.0);
@@ -565,10 +570,12 @@ mod tests {
     #[test]
     fn queries_grow_by_hand() {
         let rotary = |growth| Rotary { factor: 1.5, growth, ..Rotary::default() };
-        let growing = rotary(Some(Growth { beta: 0.25, original: 16 }));
+        let growing = rotary(Some(Growth { beta: 0.25, original: 16, first: 0 }));
         assert_eq!([0, 15].map(|at| growing.factor_at(at)), [1.5; 2]);
         let by_hand = |n: f64| 1.5 * (1.0 + 0.25 * n.ln()) as f32;
         assert_eq!([16, 31, 32, 63].map(|at| growing.factor_at(at)), [2.0, 2.0, 3.0, 4.0].map(by_hand));
+        let from_one = rotary(Some(Growth { beta: 0.25, original: 16, first: 1 }));
+        assert_eq!([14, 15, 30, 31].map(|at| from_one.factor_at(at)), [1.0, 2.0, 2.0, 3.0].map(by_hand));
         assert_eq!(rotary(None).factor_at(99), 1.5);
     }
 

@@ -273,8 +273,9 @@ fn a_changed_config_is_what_runs() {
             _ => None,
         })
     }
-    let changes: [fn(&mut Config); 4] = [
+    let changes: [fn(&mut Config); 5] = [
         |c| heads(c).for_each(|heads| heads.window = Some(1)),
+        |c| heads(c).for_each(|heads| heads.chunk = Some(2)),
         |c| heads(c).for_each(|heads| heads.scale *= 2.0),
         |c| heads(c).for_each(|heads| heads.softcap = Some(0.25)),
         |c| c.norms.eps = 1.0,
@@ -310,21 +311,22 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
         1 => heads.keys = n,
         2 => heads.key_dim = n,
         3 => heads.value_dim = n,
-        _ => heads.window = Some(n),
+        4 => heads.window = Some(n),
+        _ => heads.chunk = Some(n),
     };
     let at = pick.below(block.len());
     match &mut block[at].layer {
-        Layer::Attention(plan) => match pick.below(8) {
-            5 => plan.hidden = n,
-            6 => plan.rope.table = n,
-            7 => plan.rope.dim = n,
+        Layer::Attention(plan) => match pick.below(9) {
+            6 => plan.hidden = n,
+            7 => plan.rope.table = n,
+            8 => plan.rope.dim = n,
             at => of_heads(&mut plan.heads, at),
         },
-        Layer::LatentAttention(plan) => match pick.below(9) {
-            5 => plan.nope = n,
-            6 => plan.kv_rank = n,
-            7 => plan.q_rank = Some(n),
-            8 => plan.rope.dim = n,
+        Layer::LatentAttention(plan) => match pick.below(10) {
+            6 => plan.nope = n,
+            7 => plan.kv_rank = n,
+            8 => plan.q_rank = Some(n),
+            9 => plan.rope.dim = n,
             at => of_heads(&mut plan.heads, at),
         },
         Layer::Mamba(plan) => {

@@ -164,6 +164,27 @@ fn a_text_model_beside_one_of_images_is_loaded() {
     assert_refused(&dir, &["`model.layers.1.mlp.experts.4.down_proj.weight`", "is missing"]);
 }
 
+/// Llama 4 as it is published, beside a model of images: the same logits.
+#[test]
+fn a_llama4_beside_a_model_of_images_is_loaded() {
+    let dir = copy("llama4");
+    change_json(&dir, "config.json", |config| {
+        *config = json!({"model_type": "llama4", "text_config": config.clone(), "vision_config": {"depth": 1}, "boi_token_index": 150, "eoi_token_index": 151, "image_token_index": 152});
+    });
+    change_tensors(&dir, |tensors| {
+        let all = std::mem::take(tensors).into_iter().map(|(name, tensor)| (format!("language_model.{name}"), tensor));
+        tensors.extend(all);
+        for of_images in ["multi_modal_projector.linear_1.weight", "vision_model.patch_embedding.linear.weight"] {
+            tensors.insert(of_images.into(), (Dtype::BF16, vec![2, 2], vec![0; 8]));
+        }
+    });
+    assert_eq!(logits(dir.path()), logits(&checkpoint("llama4")));
+    let passed = &load(dir.path()).unwrap().config().passed.clone();
+    assert!(passed.iter().any(|line| line.contains("2 tensors of a model of images, such as")), "{passed:?}");
+    change_tensors(&dir, |tensors| drop(tensors.remove("language_model.lm_head.weight")));
+    assert_refused(&dir, &["`lm_head.weight`", "is missing"]);
+}
+
 #[test]
 fn shards_give_the_same_logits() {
     let dir = copy("qwen3-adder");

@@ -84,7 +84,7 @@ fn sequence(case: &Case, q: [usize; 2], k: [usize; 2]) -> Case {
 
 /// With `when` of the number of queries: two answers over half of the keys each, merged by their log-sum-exp in f32.
 fn merged(mutant: &Mutant, case: &Case, when: fn(usize) -> bool) -> Answer {
-    if number(case, "window") > 0 || !when(case.inputs["q"].shape()[1]) {
+    if number(case, "window") > 0 || number(case, "chunk") > 0 || !when(case.inputs["q"].shape()[1]) {
         return mutant.honest.run(case);
     }
     let (keys, queries) = (case.inputs["k"].shape()[1], case.inputs["q"].shape()[1]);
@@ -144,6 +144,54 @@ fn with_pages(mutant: &Mutant, case: &Case, change: fn(usize, &mut [i32])) -> An
             *table = Tensor::i32(table.shape(), pages);
         }
     })
+}
+
+/// The answer to each query by itself, whose chunk begins with the first query of its sequence or a whole number of chunks behind it.
+fn chunks_of_requests(mutant: &Mutant, case: &Case) -> Answer {
+    let (chunk, q_pos) = (number(case, "chunk") as i32, ints(case, "q_pos"));
+    if chunk == 0 || q_pos.is_empty() {
+        return mutant.honest.run(case);
+    }
+    let (batch, queries) = (case.inputs["q_pos"].shape()[0], case.inputs["q_pos"].shape()[1]);
+    let mut whole: Option<Answer> = None;
+    for b in 0..batch {
+        let mut sequence: Option<Answer> = None;
+        for t in 0..queries {
+            let position = q_pos[b * queries + t];
+            let behind = (position - q_pos[b * queries]).rem_euclid(chunk) as usize + 1;
+            let of_row = mutant.asked(case, |case| {
+                for name in ["q", "k", "v", "q_pos", "kv_len"] {
+                    let mut part = case.inputs[name].select(0, &[b]);
+                    if name.starts_with('q') {
+                        part = part.select(1, &[t]);
+                    }
+                    case.inputs.insert(name.into(), part);
+                }
+                let window = match number(case, "window") {
+                    0 => behind,
+                    window => window.min(behind),
+                };
+                case.params.remove("chunk");
+                case.params.insert("window".into(), window.to_string());
+            });
+            if of_row.status != Status::Ok {
+                return of_row;
+            }
+            sequence = Some(joined(1, sequence, of_row));
+        }
+        whole = Some(joined(0, whole, sequence.expect("there is a query")));
+    }
+    whole.expect("there is a sequence")
+}
+
+/// The outputs of two answers, one behind the other along an axis.
+fn joined(axis: usize, before: Option<Answer>, mut after: Answer) -> Answer {
+    if let Some(before) = before {
+        for (name, tensor) in &mut after.outputs {
+            *tensor = before.outputs[name].append(axis, tensor);
+        }
+    }
+    after
 }
 
 /// Reverses the keys that count, and the positions with them, so that `j <= position` becomes `j >= position`.
@@ -317,6 +365,14 @@ pub const MUTATIONS: &[Mutation] = &[
             0 => mutant.honest.run(case),
             window => mutant.asked(case, |case| drop(case.params.insert("window".into(), (window + 1).to_string()))),
         },
+    },
+    Mutation {
+        name: "chunk_from_the_first_query",
+        about: "Chunks are counted from the first query of a request, not from the first key of its sequence.",
+        op: "attention",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&[]),
+        answer: |mutant, case| in_every_form(case, |case| chunks_of_requests(mutant, case)),
     },
     Mutation {
         name: "kv_len_ignored",

@@ -275,6 +275,14 @@ pub const MUTATIONS: &[Mutation] = &[
         },
     },
     Mutation {
+        name: "experts_chosen_by_scores",
+        about: "Experts are chosen by scores where their logits should decide.",
+        op: "route",
+        caught_by: "accuracy",
+        also_red: Others::Are(&[]),
+        answer: |mutant, case| mutant.asked(case, |case| drop(case.params.remove("chosen_by"))),
+    },
+    Mutation {
         name: "last_expert_first",
         about: "What the experts of a token made is added from the last rank to the first.",
         op: "combine",

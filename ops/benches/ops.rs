@@ -164,6 +164,7 @@ fn experts(c: &mut Criterion) {
         experts: count,
         chosen,
         scoring: Scoring::Softmax,
+        chosen_by: ChosenBy::Scores,
         groups: 1,
         top_groups: 1,
         group_worth: GroupWorth::Max,

@@ -96,7 +96,7 @@ pub use logprob::softmax::softmax;
 pub use logprob::softmax_backward::softmax_backward;
 pub use moe::combine::{Combine, combine};
 pub use moe::combine_backward::combine_backward;
-pub use moe::route::{GroupWorth, Route, Scoring, route};
+pub use moe::route::{ChosenBy, GroupWorth, Route, Scoring, route};
 pub use moe::route_backward::route_backward;
 pub use norm::add_rms_norm::add_rms_norm;
 pub use norm::add_rms_norm_backward::add_rms_norm_backward;

@@ -328,6 +328,7 @@ fn numbers_that_mean_nothing_are_refused() {
     let (sequences, qkv) = (Sequences::padded(&[0], &[1]), Qkv { q: &x[..], k: &x, v: &x });
     for (wrong, name) in [
         (Attention { window: Some(0), ..shape }, "window"),
+        (Attention { chunk: Some(0), ..shape }, "chunk"),
         (Attention { softcap: Some(0.0), ..shape }, "softcap"),
         (Attention { softcap: Some(-1.0), ..shape }, "softcap"),
         (Attention { softcap: Some(f64::NAN), ..shape }, "softcap"),

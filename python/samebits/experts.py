@@ -24,7 +24,7 @@ _FAMILIES: dict[str, tuple[str, tuple[str, str, str]]] = {
 }
 _FORMS = {"gate_up_proj": "[E,2F,H]", "up_proj": "[E,F,H]", "down_proj": "[E,H,F]"}
 # Those whose folders hold all experts of a layer in one, as modules do.
-_TOGETHER = ("gpt_oss",)
+_TOGETHER = ("gpt_oss", "llama4_text")
 # Those whose folders have three convolutions where modules have one.
 _CUT = ("kimi_linear", "olmo_hybrid")
 # Of layers that are linear attentions; the others have a `post_attention_layernorm` in folders as well.
@@ -48,9 +48,10 @@ _RENAMED = {
 def places(name: str, tensors: Mapping[str, Any], family: str) -> list[Place]:
     """The tensors of a folder that the one called `name` holds; itself, where a folder has it as it is."""
     shape = tuple(tensors[name].shape)
-    if name.startswith("model.language_model."):
-        # Beside a model of images.
-        name = "model." + name.removeprefix("model.language_model.")
+    # Beside a model of images.
+    for beginning, of in (("model.language_model.", "model."), ("language_model.", "")):
+        if name.startswith(beginning):
+            name = of + name.removeprefix(beginning)
     if family == "nemotron_h" and name.startswith("model."):
         name = "backbone." + name.removeprefix("model.")
     for end, of in _RENAMED.get(family, {}).items():

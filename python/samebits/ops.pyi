@@ -434,6 +434,7 @@ def attention(
     scale: float | None = None,
     causal: bool = False,
     window: int = 0,
+    chunk: int = 0,
     softcap: float = 0.0,
     tf32: Literal["disabled", "enabled"] = 'disabled',
     profile: Literal["ieee"] = 'ieee',
@@ -454,6 +455,7 @@ def attention(
         scale (1/sqrt(D)): scores are multiplied with it; read as f64; a finite number of at least 0
         causal (False): `1`: key j is visible to position p only when j <= p; True or False
         window (0): key j is visible only when j > p - window; `0` means no window; a whole number of at least 0
+        chunk (0): key j is visible only when j >= p - p mod chunk; `0` means no chunks; a whole number of at least 0
         softcap (0.0): scores are bent below it by a hyperbolic tangent; read as f64; `0` means none; a finite number of at least 0
         tf32 ('disabled'): `enabled`: f32 operands are first rounded to 10 mantissa bits; it changes nothing for bf16 and fp16; disabled or enabled
         profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
@@ -483,6 +485,7 @@ def paged_attention(
     scale: float | None = None,
     causal: bool = False,
     window: int = 0,
+    chunk: int = 0,
     softcap: float = 0.0,
     tf32: Literal["disabled", "enabled"] = 'disabled',
     profile: Literal["ieee"] = 'ieee',
@@ -504,6 +507,7 @@ def paged_attention(
         scale (1/sqrt(D)): scores are multiplied with it; read as f64; a finite number of at least 0
         causal (False): `1`: key j is visible to position p only when j <= p; True or False
         window (0): key j is visible only when j > p - window; `0` means no window; a whole number of at least 0
+        chunk (0): key j is visible only when j >= p - p mod chunk; `0` means no chunks; a whole number of at least 0
         softcap (0.0): scores are bent below it by a hyperbolic tangent; read as f64; `0` means none; a finite number of at least 0
         tf32 ('disabled'): `enabled`: f32 operands are first rounded to 10 mantissa bits; it changes nothing for bf16 and fp16; disabled or enabled
         profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
@@ -533,6 +537,7 @@ def packed_attention(
     scale: float | None = None,
     causal: bool = False,
     window: int = 0,
+    chunk: int = 0,
     softcap: float = 0.0,
     tf32: Literal["disabled", "enabled"] = 'disabled',
     profile: Literal["ieee"] = 'ieee',
@@ -554,6 +559,7 @@ def packed_attention(
         scale (1/sqrt(D)): scores are multiplied with it; read as f64; a finite number of at least 0
         causal (False): `1`: key j is visible to position p only when j <= p; True or False
         window (0): key j is visible only when j > p - window; `0` means no window; a whole number of at least 0
+        chunk (0): key j is visible only when j >= p - p mod chunk; `0` means no chunks; a whole number of at least 0
         softcap (0.0): scores are bent below it by a hyperbolic tangent; read as f64; `0` means none; a finite number of at least 0
         tf32 ('disabled'): `enabled`: f32 operands are first rounded to 10 mantissa bits; it changes nothing for bf16 and fp16; disabled or enabled
         profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
@@ -585,6 +591,7 @@ def attention_backward(
     scale: float | None = None,
     causal: bool = False,
     window: int = 0,
+    chunk: int = 0,
     softcap: float = 0.0,
     tf32: Literal["disabled", "enabled"] = 'disabled',
     profile: Literal["ieee"] = 'ieee',
@@ -610,6 +617,7 @@ def attention_backward(
         scale (1/sqrt(D)): scores are multiplied with it; read as f64; a finite number of at least 0
         causal (False): `1`: key j is visible to position p only when j <= p; True or False
         window (0): key j is visible only when j > p - window; `0` means no window; a whole number of at least 0
+        chunk (0): key j is visible only when j >= p - p mod chunk; `0` means no chunks; a whole number of at least 0
         softcap (0.0): scores are bent below it by a hyperbolic tangent; read as f64; `0` means none; a finite number of at least 0
         tf32 ('disabled'): `enabled`: f32 operands are first rounded to 10 mantissa bits; it changes nothing for bf16 and fp16; disabled or enabled
         profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
@@ -2202,6 +2210,7 @@ def route(
     *,
     chosen: int = 1,
     scoring: Literal["softmax", "sigmoid"] = 'softmax',
+    chosen_by: Literal["scores", "logits"] = 'scores',
     groups: int = 1,
     top_groups: int = 1,
     group_worth: Literal["max", "top_two"] = 'max',
@@ -2220,6 +2229,7 @@ def route(
     Attributes:
         chosen (1): how many experts a token has; a whole number of at least 1
         scoring ('softmax'): how logits become scores; softmax or sigmoid
+        chosen_by ('scores'): what decides the choice, beside the bias; scores or logits
         groups (1): groups of experts of one size; a whole number of at least 1
         top_groups (1): groups that experts are chosen from; a whole number of at least 1
         group_worth ('max'): what a group is worth: its best score, or the sum of its best two; max or top_two

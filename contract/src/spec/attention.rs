@@ -148,6 +148,28 @@ fn power(maker: &Maker, [b, t, s, hq, hkv, d, e]: [usize; 7]) -> [Vec<f64>; 3] {
     [q, k, v]
 }
 
+/// Which keys a query sees, of those that hold data.
+pub(crate) struct Sees {
+    causal: bool,
+    window: i64,
+    chunk: i64,
+}
+
+impl Sees {
+    /// By what a call says, `count` of an attribute.
+    pub(crate) fn of(count: impl Fn(&str) -> usize, causal: bool) -> Sees {
+        let [window, chunk] = ["window", "chunk"].map(|name| i64::try_from(count(name)).unwrap_or(i64::MAX));
+        Sees { causal, window, chunk }
+    }
+
+    pub(crate) fn key(&self, j: i64, position: i64) -> bool {
+        let &Sees { causal, window, chunk } = self;
+        (!causal || j <= position)
+            && (window == 0 || j > position.saturating_sub(window))
+            && (chunk == 0 || j.div_euclid(chunk) >= position.div_euclid(chunk))
+    }
+}
+
 /// One key as a query sees it.
 struct Seen<'a> {
     score: f64,
@@ -164,7 +186,7 @@ fn compute(c: &Checked) -> References {
     let sinks = c.case.inputs.get("sinks").map(Tensor::to_f64);
     let scale = c.float("scale");
     let cap = c.float("softcap");
-    let (causal, window) = (c.flag("causal"), i64::try_from(c.count("window")).unwrap_or(i64::MAX));
+    let sees = Sees::of(|name| c.count(name), c.flag("causal"));
     let mut out = Vec::with_capacity(b * t * hq * e);
     let mut lse = Vec::with_capacity(b * t * hq);
     for row in 0..b * t * hq {
@@ -173,7 +195,7 @@ fn compute(c: &Checked) -> References {
         let query = &q[row * d..][..d];
         let mut seen = Vec::new();
         for j in 0..kv_len[batch] as usize {
-            if (causal && j as i64 > position) || (window > 0 && j as i64 <= position.saturating_sub(window)) {
+            if !sees.key(j as i64, position) {
                 continue;
             }
             let at = (batch * s + j) * hkv + head / (hq / hkv);

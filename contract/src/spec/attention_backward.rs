@@ -17,16 +17,13 @@ pub(super) const SPEC: Spec = Spec {
 struct Parameters {
     scale: f64,
     cap: f64,
-    causal: bool,
-    window: i64,
+    sees: attention::Sees,
 }
 
 impl Parameters {
     fn sees(&self, j: usize, position: i32, kv_len: i32) -> bool {
-        let (j, position) = (j as i64, i64::from(position));
-        j < i64::from(kv_len)
-            && (!self.causal || j <= position)
-            && (self.window == 0 || j > position.saturating_sub(self.window))
+        let j = j as i64;
+        j < i64::from(kv_len) && self.sees.key(j, i64::from(position))
     }
 }
 
@@ -113,8 +110,7 @@ fn levels(maker: &Maker, inputs: &BTreeMap<String, Tensor>, [b, t, s, hq, hkv, d
     let parameters = Parameters {
         scale: number("scale").unwrap_or(1.0 / (d as f64).sqrt()),
         cap: number("softcap").unwrap_or(0.0),
-        causal: maker.count("causal", 0) == 1,
-        window: maker.count("window", 0) as i64,
+        sees: attention::Sees::of(|name| maker.count(name, 0), maker.count("causal", 0) == 1),
     };
     let (q, k) = (inputs["q"].to_f64(), inputs["k"].to_f64());
     let ints = |name: &str| inputs[name].as_i32().expect("integers");
@@ -198,8 +194,8 @@ fn compute(c: &Checked) -> References {
     let (out, lse) = (c.floats("out"), c.floats("lse"));
     let (q_pos, kv_len) = (c.ints("q_pos"), c.ints("kv_len"));
     let mask = c.case.inputs.get("mask").and_then(Tensor::as_i32);
-    let window = i64::try_from(c.count("window")).unwrap_or(i64::MAX);
-    let parameters = Parameters { scale: c.float("scale"), cap: c.float("softcap"), causal: c.flag("causal"), window };
+    let sees = attention::Sees::of(|name| c.count(name), c.flag("causal"));
+    let parameters = Parameters { scale: c.float("scale"), cap: c.float("softcap"), sees };
     let mut dq = vec![Vec::new(); b * t * hq * d];
     let (mut dk, mut dv) = (vec![Vec::new(); b * s * hkv * d], vec![Vec::new(); b * s * hkv * e]);
     for row in 0..b * t * hq {
@@ -351,7 +347,7 @@ mod tests {
     /// With softcap: what is left of an error of the score behind tanh, and what the exponential makes of it.
     #[test]
     fn errors_of_capped_pairs_by_hand() {
-        let of = Parameters { scale: 0.5, cap: 2.0, causal: false, window: 0 };
+        let of = Parameters { scale: 0.5, cap: 2.0, sees: attention::Sees::of(|_| 0, false) };
         let pair = |query: &[f64], key: &[f64]| {
             let Pair { p, g } = pair(query, key, 0.0, (3.0, 0.0), (1.0, 0.0), &of).unwrap();
             [parts(p), parts(g)]

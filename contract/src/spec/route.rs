@@ -55,13 +55,14 @@ fn compute(c: &Checked) -> References {
     let (groups, top) = (c.count("groups"), c.count("top_groups"));
     let bias = c.case.inputs.get("bias").map(Tensor::to_f64);
     let scale = f32_of(c.float("scale"));
-    let sigmoid = c.word("scoring") == "sigmoid";
+    let (sigmoid, by_logits) = (c.word("scoring") == "sigmoid", c.word("chosen_by") == "logits");
     let (mut ranks, mut weights) = (Vec::new(), Vec::new());
     for row in c.floats("logits").chunks(e) {
         let scores = scores(row, sigmoid);
+        let decides = if by_logits { row } else { &scores[..] };
         let choice: Vec<f64> = match &bias {
-            None => scores.clone(),
-            Some(bias) => scores.iter().zip(bias).map(|(score, bias)| score + bias).collect(),
+            None => decides.to_vec(),
+            Some(bias) => decides.iter().zip(bias).map(|(value, bias)| value + bias).collect(),
         };
         let mut doubtful = false;
         let mut open = vec![true; e];
@@ -82,6 +83,8 @@ fn compute(c: &Checked) -> References {
         let left: Vec<usize> = (0..e).filter(|&i| open[i]).collect();
         let values: Vec<f64> = left.iter().map(|&i| choice[i]).collect();
         let taken: Vec<usize> = order(&values, &mut doubtful, chosen).into_iter().map(|i| left[i]).collect();
+        // Nothing of a logit is rounded.
+        doubtful &= !by_logits || bias.is_some() || c.word("group_worth") == "top_two";
         let total: f64 = taken.iter().map(|&i| scores[i]).sum::<f64>() + if sigmoid { 1e-20 } else { 0.0 };
         for i in 0..e {
             let Some(rank) = taken.iter().position(|&t| t == i) else {
@@ -127,7 +130,9 @@ fn scores(row: &[f64], sigmoid: bool) -> Vec<f64> {
 pub(super) fn order(values: &[f64], doubtful: &mut bool, count: usize) -> Vec<usize> {
     let key = |i: usize| if values[i].is_nan() { f64::INFINITY } else { values[i] };
     let mut places: Vec<usize> = (0..values.len()).collect();
-    places.sort_by(|&a, &b| key(b).partial_cmp(&key(a)).expect("no NaN is left").then(a.cmp(&b)));
+    let is_nan = |i: usize| values[i].is_nan();
+    let larger = |a: usize, b: usize| is_nan(b).cmp(&is_nan(a)).then(key(b).total_cmp(&key(a)));
+    places.sort_by(|&a, &b| larger(a, b).then(a.cmp(&b)));
     // Rounding may make equal what is not: where both are tiny, nothing is told.
     let close = |a: f64, b: f64| {
         let size = a.abs().max(b.abs());

@@ -206,6 +206,11 @@ fn attention_masks_by_hand() {
     assert_eq!(mean(&[("window", "2")], 2, 4), (14.0 / 3.0, 3f64.ln()));
     assert_eq!(mean(&[], 0, 3), (7.0 / 3.0, 3f64.ln()));
     assert_eq!(mean(&[("causal", "1"), ("window", "1")], 3, 3), (0.0, f64::NEG_INFINITY));
+    // Chunks of two positions, with what stands behind a query and without.
+    assert_eq!(mean(&[("causal", "1"), ("chunk", "2")], 2, 4), (4.0, 0.0));
+    assert_eq!(mean(&[("causal", "1"), ("chunk", "2")], 3, 4), (6.0, 2f64.ln()));
+    assert_eq!(mean(&[("chunk", "2")], 1, 4), (3.75, 4f64.ln()));
+    assert_eq!(mean(&[("causal", "1"), ("chunk", "3"), ("window", "2")], 2, 4), (3.0, 2f64.ln()));
 }
 
 /// Group heads share keys, and softcap bends scores.
@@ -815,9 +820,12 @@ fn params_of(spec: &Spec) -> &'static [&'static [(&'static str, &'static str)]] 
             &[("chosen", "2"), ("scoring", "sigmoid"), ("scale", "-1.5")],
             &[("chosen", "3"), ("scoring", "sigmoid"), ("normalise", "1")],
         ],
-        "attention_backward" => {
-            &[&[], &[("causal", "1"), ("window", "2"), ("scale", "0.75")], &[("causal", "1"), ("softcap", "1.5")]]
-        }
+        "attention_backward" => &[
+            &[],
+            &[("causal", "1"), ("window", "2"), ("scale", "0.75")],
+            &[("causal", "1"), ("chunk", "2")],
+            &[("causal", "1"), ("softcap", "1.5")],
+        ],
         _ => &[&[]],
     }
 }

@@ -47,7 +47,8 @@ pub(super) fn latent(c: &mut Config, f: &Fields, pairing: Pairing) -> latent_att
     if let Some(mscale) = mscale_all(c, f) {
         scale *= mscale * mscale;
     }
-    let heads = attend::Heads { queries, keys: queries, key_dim, value_dim, scale, softcap: None, window: None };
+    let heads =
+        attend::Heads { queries, keys: queries, key_dim, value_dim, scale, softcap: None, window: None, chunk: None };
     latent_attention::Plan { hidden: c.hidden, heads, rope, q_rank, kv_rank, nope, bias }
 }
 

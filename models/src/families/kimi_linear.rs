@@ -77,7 +77,16 @@ fn latent(c: &mut Config, f: &Fields) -> latent_attention::Plan {
     let scale = 1.0 / (key_dim as f64).sqrt();
     latent_attention::Plan {
         hidden: c.hidden,
-        heads: attend::Heads { queries, keys: queries, key_dim, value_dim, scale, softcap: None, window: None },
+        heads: attend::Heads {
+            queries,
+            keys: queries,
+            key_dim,
+            value_dim,
+            scale,
+            softcap: None,
+            window: None,
+            chunk: None,
+        },
         rope: no_rope(c, rotary),
         q_rank: f.size("q_lora_rank"),
         kv_rank: f.required_size("kv_lora_rank"),

@@ -7,10 +7,11 @@ use crate::layers::branch::{self, Beside, Place};
 use crate::layers::heads::{NormOf, QkNorm, Rope};
 use crate::layers::mamba2::Gate;
 use crate::layers::mlp::Activation;
+use crate::layers::moe::Weighs;
 use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe};
 pub(super) use crate::rotary::Asked;
 use crate::rotary::{Rotary, Scaling};
-use samebits_ops::{Activation as Ungated, GroupWorth, Pairing, Scoring};
+use samebits_ops::{Activation as Ungated, ChosenBy, GroupWorth, Pairing, Scoring};
 use serde_json::{Value, json};
 
 /// What a folder gets that does not say a size.
@@ -56,7 +57,16 @@ pub(super) fn heads_of_width(c: &Config, f: &Fields) -> attend::Heads {
         f.refuse("num_attention_heads", format!("is {queries}; it must divide hidden_size {}", c.hidden));
     }
     let scale = 1.0 / (dim as f64).sqrt();
-    attend::Heads { queries, keys: queries, key_dim: dim, value_dim: dim, scale, softcap: None, window: None }
+    attend::Heads {
+        queries,
+        keys: queries,
+        key_dim: dim,
+        value_dim: dim,
+        scale,
+        softcap: None,
+        window: None,
+        chunk: None,
+    }
 }
 
 /// Heads that all have projections of their own; what stands for `num_key_value_heads` and `head_dim` where they are missing.
@@ -83,7 +93,7 @@ pub(super) fn heads(c: &Config, f: &Fields, kv: Missing, dim: Missing) -> attend
         }
     };
     let scale = 1.0 / (dim as f64).sqrt();
-    attend::Heads { queries, keys, key_dim: dim, value_dim: dim, scale, softcap: None, window: None }
+    attend::Heads { queries, keys, key_dim: dim, value_dim: dim, scale, softcap: None, window: None, chunk: None }
 }
 
 /// How whole heads are rotated; `theta` is the base where the folder says none, and must be said without.
@@ -174,12 +184,12 @@ pub(super) fn expert(c: &Config, width: usize) -> mlp::Plan {
 
 /// The norm of each query and key head.
 pub(super) fn head_norms(c: &Config) -> Option<QkNorm> {
-    Some(QkNorm { norm: c.norms, of: NormOf::Head, behind: false })
+    Some(QkNorm { norm: c.norms, of: NormOf::Head, behind: false, weights: true })
 }
 
 /// The norms of whole queries and keys.
 pub(super) fn row_norms(c: &Config) -> Option<QkNorm> {
-    Some(QkNorm { norm: c.norms, of: NormOf::Row, behind: false })
+    Some(QkNorm { norm: c.norms, of: NormOf::Row, behind: false, weights: true })
 }
 
 /// A block of two branches with a norm behind each layer: `x + norm(mixer(x))`, then `x + norm(mlp(x))`.
@@ -331,12 +341,14 @@ pub(super) fn softmax_experts_of(count: usize, chosen: usize, expert: mlp::Plan,
         shared: None,
         router_bias: false,
         scoring: Scoring::Softmax,
+        chosen_by: ChosenBy::Scores,
         choice_bias: None,
         groups: 1,
         top_groups: 1,
         group_worth: GroupWorth::Max,
         normalise,
         scale: 1.0,
+        weighs: Weighs::Outputs,
         names: moe::Names::PLAIN,
     }
 }

@@ -5,7 +5,7 @@ use super::parts::{Missing, attention, gated, heads, no_rope, only_silu, pre_nor
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::{LayerPlan, attend, attention, mlp};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family { tied: true, ..Family::of("smollm3", read) };
 
@@ -30,11 +30,12 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     c.blocks = windows.into_iter().zip(rotates).map(block).collect();
 }
 
-/// Which layers rotate: where `no_rope_layers` has a 1, else all but every `no_rope_layer_interval`-th.
-fn rotates(f: &Fields, layers: usize) -> Vec<bool> {
+/// Which layers rotate: where `no_rope_layers` has a 1; without it, or where it is empty, all but every
+/// `no_rope_layer_interval`-th.
+pub(super) fn rotates(f: &Fields, layers: usize) -> Vec<bool> {
     let every = f.size("no_rope_layer_interval").unwrap_or(4);
     let otherwise = || (0..layers).map(|i| every > 0 && !(i + 1).is_multiple_of(every)).collect();
-    let Some(value) = f.get("no_rope_layers") else { return otherwise() };
+    let Some(value) = f.get("no_rope_layers").filter(|value| **value != json!([])) else { return otherwise() };
     let read = |list: &Vec<Value>| list.iter().map(|v| v.as_u64().filter(|v| *v < 2).map(|v| v == 1)).collect();
     let list: Option<Vec<bool>> = value.as_array().filter(|list| list.len() == layers).and_then(read);
     list.unwrap_or_else(|| {

@@ -28,6 +28,8 @@ pub struct Heads {
     pub softcap: Option<f64>,
     /// How many positions back it reaches; `None` for all.
     pub window: Option<usize>,
+    /// How many positions a chunk has, which it does not look beyond; `None` for no chunks.
+    pub chunk: Option<usize>,
 }
 
 /// What attention reads of a step's tokens: `q[n,Hq,D]`, `k[n,Hkv,D]`, `v[n,Hkv,E]`.
@@ -60,15 +62,15 @@ impl Attended {
 impl Heads {
     /// What they no longer hold, where they were changed.
     pub(crate) fn check(&self) -> Result<(), &'static str> {
-        let &Heads { queries, keys, key_dim, value_dim, window, .. } = self;
+        let &Heads { queries, keys, key_dim, value_dim, window, chunk, .. } = self;
         if ![queries, keys, key_dim, value_dim].into_iter().all(is_size) {
             Err(SIZES)
         } else if !queries.is_multiple_of(keys) {
             Err("query heads are a multiple of key heads")
         } else if !queries.checked_mul(key_dim.max(value_dim)).is_some_and(is_size) {
             Err("heads fit their width")
-        } else if !window.is_none_or(is_size) {
-            Err("windows hold a position")
+        } else if !window.is_none_or(is_size) || !chunk.is_none_or(is_size) {
+            Err("windows and chunks hold a position")
         } else {
             Ok(())
         }
@@ -99,6 +101,7 @@ impl Heads {
             scale: self.scale,
             causal: true,
             window: self.window,
+            chunk: self.chunk,
             softcap: self.softcap,
             tf32: Tf32::Disabled,
         }
@@ -156,6 +159,7 @@ impl Heads {
             .with("scale", self.scale)
             .with("causal", true)
             .with("window", self.window.unwrap_or(0))
+            .with("chunk", self.chunk.unwrap_or(0))
             .with("softcap", self.softcap.unwrap_or(0.0));
         let gradient = |[heads, dim]: [usize; 2]| zeros(back.cpu, &[n, heads * dim]);
         let mut all = Qkv { q: gradient(q)?, k: gradient(k)?, v: gradient(v)? };

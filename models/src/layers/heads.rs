@@ -46,6 +46,8 @@ pub struct QkNorm {
     pub of: NormOf,
     /// Whether they are behind the rotation instead of before it.
     pub behind: bool,
+    /// Whether they have weights; else these are 1.
+    pub weights: bool,
 }
 
 /// What a norm of queries or keys is of.
@@ -74,7 +76,7 @@ struct HeadNorm {
 
 impl HeadNorm {
     fn is_one_op(&self, passed: usize) -> bool {
-        self.plan.of == NormOf::Head && !self.plan.behind && passed == 0
+        self.plan.of == NormOf::Head && !self.plan.behind && passed == 0 && self.plan.weights
     }
 
     /// What it sees of `[n,heads,width]` as rows.
@@ -103,8 +105,10 @@ impl HeadNorm {
         // Each head of a token counts.
         let of_token = rows[0] / shape[0].max(1);
         let mask: Vec<i32> = back.mask.iter().flat_map(|&mask| vec![mask; of_token]).collect();
-        let of = (Of::whole(&self.weight.name), None, rows[1]);
-        back.add_vector(["rms_norm_dw", "dw"], &norm.of_gradient(), of, &[x, dy], &mask)?;
+        if self.plan.weights {
+            let of = (Of::whole(&self.weight.name), None, rows[1]);
+            back.add_vector(["rms_norm_dw", "dw"], &norm.of_gradient(), of, &[x, dy], &mask)?;
+        }
         let mut dx = back.pass.empty(DType::Fp32, &rows)?;
         let inputs = [x, ("w", self.weight.w.view()), dy];
         back.pass.op("rms_norm_backward", &norm.attributes(), &inputs, [("dx", dx.view_mut())])?;
@@ -131,7 +135,7 @@ impl Rotation {
         let attributes = plan.norm.attributes().with("pairing", pairing.clone());
         let of_gradient = plan.norm.of_gradient().with("pairing", pairing);
         let width = if plan.of == NormOf::Row { heads * dim } else { dim };
-        let weight = loader.vector(&format!("{part}.weight"), width)?;
+        let weight = if plan.weights { loader.vector(&format!("{part}.weight"), width)? } else { Vector::ones(width)? };
         Ok(Rotation { norm: Some(HeadNorm { weight, plan: *plan, attributes, of_gradient }), ..self })
     }
 

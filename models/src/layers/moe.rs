@@ -5,18 +5,19 @@
 //! sum knows who else is in the step. Where a device has few tokens, each choice is a product of its own instead, and
 //! the host need not know the choice.
 
+use super::arithmetic::rows;
 use super::linear::{ENDS, Linear};
 use super::loader::Loader;
 use super::mlp::{self, Mlp};
 use super::{SIZES, is_size};
 use crate::ModelError;
 use crate::backward::Backward;
-use crate::machine::IndexOf;
+use crate::machine::{Index, IndexOf};
 use crate::pass::Pass;
 use crate::rotary::Rotary;
 use crate::state::LayerState;
 use samebits_ops::device::{Device, Part};
-use samebits_ops::{Attributes, Backend, Cpu, DType, GroupWorth, Route, Scoring, Tensor, TensorRef};
+use samebits_ops::{Attributes, Backend, ChosenBy, Cpu, DType, GroupWorth, Route, Scoring, Tensor, TensorRef};
 
 /// What a mixture of experts is made of.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,6 +36,8 @@ pub struct Plan {
     pub router_bias: bool,
     /// How router logits become scores.
     pub scoring: Scoring,
+    /// What decides the choice.
+    pub chosen_by: ChosenBy,
     /// What is added to the scores for the choice.
     pub choice_bias: Option<ChoiceBias>,
     /// Groups of experts.
@@ -47,8 +50,19 @@ pub struct Plan {
     pub normalise: bool,
     /// Factor of the weights.
     pub scale: f64,
+    /// What the weights multiply.
+    pub weighs: Weighs,
     /// The names of its tensors.
     pub names: Names,
+}
+
+/// What the weights of a token's experts multiply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Weighs {
+    /// What the experts make.
+    Outputs,
+    /// What they read; what they make is added as it is.
+    Inputs,
 }
 
 /// The products before and behind experts of a width of their own.
@@ -149,6 +163,8 @@ impl Plan {
             Err(SIZES)
         } else if self.latent.is_some_and(|latent| latent.hidden != hidden) {
             Err("its layers have the width of the residual stream")
+        } else if self.latent.is_some() && self.weighs == Weighs::Inputs {
+            Err("experts of a width of their own read what is not weighed")
         } else if !count.is_multiple_of(groups) {
             Err("groups are of as many experts each")
         } else if matches!(self.expert.activation, mlp::Activation::Learned(_)) {
@@ -160,13 +176,15 @@ impl Plan {
 
     /// The choice of experts for `tokens` tokens.
     fn route(&self, tokens: usize) -> Route {
-        let Plan { count, chosen, scoring, groups, top_groups, group_worth, normalise, scale, .. } = *self;
-        Route { tokens, experts: count, chosen, scoring, groups, top_groups, group_worth, normalise, scale }
+        let Plan { count, chosen, scoring, chosen_by, groups, top_groups, group_worth, normalise, scale, .. } = *self;
+        Route { tokens, experts: count, chosen, scoring, chosen_by, groups, top_groups, group_worth, normalise, scale }
     }
 }
 
 pub(crate) struct Moe {
     plan: Plan,
+    /// A weight of 1 for each expert of a token, where the weights are those of what experts read.
+    ones: Tensor,
     router: Linear,
     /// Added to the scores for the choice alone.
     choice_bias: Option<Tensor>,
@@ -240,11 +258,13 @@ impl Moe {
                 Some(SharedExperts { mlp, gate })
             }
         };
-        Ok(Moe { plan: plan.clone(), router, choice_bias, experts, latent, shared })
+        let ones = Tensor::new(vec![1f32; plan.chosen], &[1, plan.chosen])?;
+        Ok(Moe { plan: plan.clone(), ones, router, choice_bias, experts, latent, shared })
     }
 
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
         self.router.move_to(cpu, device)?;
+        self.ones = Backend::upload(device, self.ones.view())?;
         if let Some(bias) = &mut self.choice_bias {
             *bias = Backend::upload(device, bias.view())?;
         }
@@ -277,26 +297,34 @@ impl Moe {
         pass.see("expert_weights", &mut weight)?;
 
         let low = self.latent.as_ref().map(|[narrow, _]| narrow.apply(pass, a.view(), pass.dtype)).transpose()?;
-        let read = low.as_ref().unwrap_or(a);
+        // Where weights are of what experts read, each choice has a row of its own, and all outputs a weight of 1.
+        let weighed = match self.plan.weighs {
+            Weighs::Outputs => None,
+            Weighs::Inputs => Some((self.weigh(pass, a, &weight)?, rows(pass, &self.ones, &weight)?)),
+        };
+        let (read, every, of_outputs) = match &weighed {
+            Some((weighed, ones)) => (weighed, 1, ones),
+            None => (low.as_ref().unwrap_or(a), chosen, &weight),
+        };
         let mut made = pass.empty(DType::Fp32, &[n * chosen, read.shape()[1]])?;
-        let (rows, kept);
-        let rows = match choices {
+        let (places, kept);
+        let places = match choices {
             Some(choices) => {
-                self.experts.apply_chosen(pass, (read, chosen), &choice, &mut made)?;
+                self.experts.apply_chosen(pass, (read, every), &choice, &mut made)?;
                 kept = None;
                 choices.view(&[n, chosen])?
             }
             None => {
-                (rows, kept) = self.apply_by_expert(pass, &experts, read, &mut made)?;
-                TensorRef::new(&rows, &[n, chosen])?
+                (places, kept) = self.apply_by_expert(pass, &experts, (read, every), &mut made)?;
+                TensorRef::new(&places, &[n, chosen])?
             }
         };
         let (mut inputs, none) =
-            (vec![("x", made.view()), ("row", rows), ("weight", weight.view())], Attributes::new());
+            (vec![("x", made.view()), ("row", places), ("weight", of_outputs.view())], Attributes::new());
         let (added, of_shared) = self.shared.as_ref().map(|shared| shared.forward(pass, a)).transpose()?.unzip();
         let mut sum = None;
         if let Some([_, widen]) = &self.latent {
-            let mut low = pass.empty(pass.dtype, read.shape())?;
+            let mut low = pass.empty(pass.dtype, &[n, read.shape()[1]])?;
             pass.op("combine", &none, &inputs, [("y", low.view_mut())])?;
             match &added {
                 None => widen.apply_to(pass, 0, low.view(), y.view_mut())?,
@@ -316,18 +344,45 @@ impl Moe {
         }))
     }
 
-    /// Every expert's product with the rows of a that chose it, one expert's behind the other's: which row each choice has,
-    /// and what a reverse pass reads. `experts` are the choices `[n,K]`.
+    /// Of each choice a row of `a[n,hidden]` times its weight, as products read it: `[n * K,hidden]`.
+    fn weigh(&self, pass: &mut Pass, a: &Tensor, weight: &Tensor) -> Result<Tensor, ModelError> {
+        let wide = self.by_choice(pass, a)?;
+        let (count, mut weighed) = (wide.shape()[0], pass.empty(pass.dtype, wide.shape())?);
+        let own: Vec<i32>;
+        let row = match &pass.inputs.choices {
+            Some(choices) => choices.view(&[count, 1])?,
+            None => {
+                own = (0..count as i32).collect();
+                TensorRef::new(&own, &[count, 1])?
+            }
+        };
+        let inputs = [("x", wide.view()), ("row", row), ("weight", weight.view_as(&[count, 1])?)];
+        pass.op("combine", &Attributes::new(), &inputs, [("y", weighed.view_mut())])?;
+        Ok(weighed)
+    }
+
+    /// The rows of a in f32, each as often as a token has experts.
+    fn by_choice(&self, pass: &mut Pass, a: &Tensor) -> Result<Tensor, ModelError> {
+        let size = [a.shape()[0] * self.plan.chosen, a.shape()[1]];
+        let (mut each, mut wide) = (pass.empty(a.dtype(), &size)?, pass.empty(DType::Fp32, &size)?);
+        let from = Part { every: self.plan.chosen, ..Part::whole(size[1]) };
+        pass.machine.copy_rows(size, (a, from), (&mut each, Part::whole(size[1])))?;
+        pass.round(&each, &mut wide)?;
+        Ok(wide)
+    }
+
+    /// Every expert's product with the rows of x that chose it, each of which so many choices one after the other read, one
+    /// expert's behind the other's: which row each choice has, and what a reverse pass reads. `experts` are the choices `[n,K]`.
     fn apply_by_expert(
         &self,
         pass: &mut Pass,
         experts: &[i32],
-        a: &Tensor,
+        (a, every): (&Tensor, usize),
         made: &mut Tensor,
     ) -> Result<(Vec<i32>, Option<ByExpert>), ModelError> {
         let (n, hidden) = (a.shape()[0], a.shape()[1]);
         let (order, rows) = by_expert(experts);
-        let tokens = order.iter().map(|&choice| (choice / self.plan.chosen) as i32).collect();
+        let tokens = order.iter().map(|&choice| (choice / every) as i32).collect();
         let tokens = pass.machine.index(IndexOf { op: "experts", limit: n, distinct: false }, tokens, None)?;
         let mut gathered = pass.empty(pass.dtype, &[order.len(), hidden])?;
         let from = Part { rows: Some(&tokens), ..Part::whole(hidden) };
@@ -350,7 +405,9 @@ impl Moe {
             _ => None,
         };
         let (order, rows) = by_expert(&experts);
-        let rows = Tensor::new(rows, weight.shape())?;
+        let mut rows = Tensor::new(rows, weight.shape())?;
+        let ones = Tensor::new(vec![1f32; experts.len()], weight.shape())?;
+        let of_outputs = if self.plan.weighs == Weighs::Inputs { &ones } else { &weight };
 
         let dlow = match (&self.latent, &latent) {
             (Some([_, widen]), Some(sum)) => Some(widen.backward(back, 0, sum.view(), dy.view(), mask, f32)?),
@@ -358,10 +415,9 @@ impl Moe {
         };
         let dy = dlow.as_ref().unwrap_or(dy);
         let (mut dmade, mut dweight) = (back.pass.empty(f32, made.shape())?, back.pass.empty(f32, weight.shape())?);
-        let inputs = [("x", made.view()), ("row", rows.view()), ("weight", weight.view()), ("dy", dy.view())];
+        let inputs = [("x", made.view()), ("row", rows.view()), ("weight", of_outputs.view()), ("dy", dy.view())];
         let outputs = [("dx", dmade.view_mut()), ("dweight", dweight.view_mut())];
         back.pass.op("combine_backward", &Attributes::new(), &inputs, outputs)?;
-        back.see("dexpert_weights", &mut dweight)?;
 
         // Of an expert the tokens are those that chose it.
         let mut dgathered = back.pass.empty(f32, gathered.shape())?;
@@ -375,8 +431,11 @@ impl Moe {
             first = part.end;
             back.write_rows(&dx, &mut dgathered, part.start)?;
         }
+        if self.plan.weighs == Weighs::Inputs {
+            (dgathered, rows) = self.weigh_backward(back, a, (&weight, &mut dweight), (&dgathered, rows))?;
+        }
+        back.see("dexpert_weights", &mut dweight)?;
         let mut from_experts = back.pass.empty(f32, dy.shape())?;
-        let ones = Tensor::new(vec![1f32; experts.len()], weight.shape())?;
         let mut inputs = vec![("x", dgathered.view()), ("row", rows.view()), ("weight", ones.view())];
         if self.latent.is_none() {
             inputs.extend(from_shared.as_ref().map(|shared| ("shared", shared.view())));
@@ -393,6 +452,33 @@ impl Moe {
         back.see("drouter", &mut dlogits)?;
         let from_router = self.router.backward(back, 0, a.view(), dlogits.view(), mask, f32)?;
         back.sum(from_router, from_experts)
+    }
+
+    /// From that of what experts read, one's behind the other's, where `places[n,K]` says: that of what was weighed, in the order of
+    /// choices, where it stands, and `dweight[n,K]`.
+    fn weigh_backward(
+        &self,
+        back: &mut Backward,
+        a: &Tensor,
+        (weight, dweight): (&Tensor, &mut Tensor),
+        (dread, places): (&Tensor, Tensor),
+    ) -> Result<(Tensor, Tensor), ModelError> {
+        let wide = self.by_choice(&mut back.pass, a)?;
+        let [count, hidden] = [wide.shape()[0], wide.shape()[1]];
+        let (mut dweighed, mut dx) =
+            (back.pass.empty(DType::Fp32, wide.shape())?, back.pass.empty(DType::Fp32, wide.shape())?);
+        let order = Index::Host(places.as_slice::<i32>().expect("it is on the host").to_vec());
+        let from = Part { rows: Some(&order), ..Part::whole(hidden) };
+        back.pass.machine.copy_rows([count, hidden], (dread, from), (&mut dweighed, Part::whole(hidden)))?;
+        let own = Tensor::new((0..count as i32).collect(), &[count, 1])?;
+        let each = [count, 1];
+        let inputs =
+            [("x", wide.view()), ("row", own.view()), ("weight", weight.view_as(&each)?), ("dy", dweighed.view())];
+        let outputs = [("dx", dx.view_mut()), ("dweight", dweight.view_mut_as(&each)?)];
+        back.pass.op("combine_backward", &Attributes::new(), &inputs, outputs)?;
+        let mut own = own;
+        own.reshape(places.shape());
+        Ok((dx, own))
     }
 
     /// From `dweight[n,K]` of the chosen: that of the router's logits.

@@ -55,6 +55,11 @@ pub(crate) struct Vector {
 }
 
 impl Vector {
+    /// Ones, which no folder has.
+    pub fn ones(n: usize) -> Result<Vector, ModelError> {
+        Ok(Vector { name: String::new(), w: Tensor::new(vec![1f32; n], &[n])? })
+    }
+
     /// Takes it to a device.
     pub fn move_to(&mut self, device: &Device) -> Result<(), ModelError> {
         self.w = Backend::upload(device, self.w.view())?;
@@ -100,7 +105,7 @@ impl Norm {
 
     /// The RMS norm of rows of `n` elements that has no weights.
     pub fn without_weights(n: usize, plan: &Plan) -> Result<Norm, ModelError> {
-        let weight = Vector { name: String::new(), w: Tensor::new(vec![1f32; n], &[n])? };
+        let weight = Vector::ones(n)?;
         let attributes = plan.of_gradient();
         Ok(Norm { weight, kind: Rows::Rms(attributes.clone()), of_gradient: attributes })
     }

@@ -140,11 +140,12 @@ const DOWN: &str = ".mlp.experts.down_proj";
 /// Other names of folders: the tensor by which they are known, and what stands at the beginning of names there and in the model.
 /// GPT-2 was published as the base of a model; the head of a GPT-NeoX has another name in modules than in folders, and so has all but
 /// the head of a Nemotron-H; beside a model of images a text model has one more part before its names.
-const RENAMED: [(&str, &str, &str); 4] = [
+const RENAMED: [(&str, &str, &str); 5] = [
     ("wte.weight", "", "transformer."),
     ("gpt_neox.embed_in.weight", "lm_head.", "embed_out."),
     ("model.norm_f.weight", "model.", "backbone."),
     ("model.language_model.norm.weight", "model.language_model.", "model."),
+    ("language_model.model.norm.weight", "language_model.", ""),
 ];
 
 /// What transformers 5 calls otherwise when it saves, as its ways back rename more than those in: the end it writes, that of the

@@ -15,7 +15,7 @@ struct Call {
     long long window;
     // Tiles of a sequence and key head; a padded batch has as many rows of q to each sequence.
     int tiles, q_heads, kv_heads, head_dim, value_dim;
-    int causal, capped, paged, page_size, page_columns;
+    int causal, chunk, capped, paged, page_size, page_columns;
     // Blocks of 256 keys, and whether each goes to a block of threads of its own.
     int blocks, split, sinks;
     float cap, cap_factor, c_hi, c_lo;
@@ -53,6 +53,7 @@ DEVICE void range_of(const Call &call, const Slot &slot, int row, GLOBAL(const i
     long long p = q_pos[slot.q_first + (slot.first + row) / slot.group], end = kv_len[slot.sequence];
     if (call.causal) end = min(end, max(p + 1, 0ll));
     long long begin = call.window > 0 ? max(p - call.window + 1, 0ll) : 0;
+    if (call.chunk > 0) begin = max(begin, p - static_cast<int>(p) % call.chunk);
     to = static_cast<int>(end);
     from = static_cast<int>(min(begin, end));
 }

@@ -1,7 +1,8 @@
 //! Attention: `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B], sinks[Hq]? -> out[B,T,Hq,E], lse[B,T,Hq]` (f32).
 //!
 //! Formula: `out = softmax(scale * q k^T over the visible keys) v`; query head h reads key head `h / (Hq/Hkv)`. Key j is
-//! visible to position p when `j < kv_len`, `j <= p` if causal, and `j > p - window` if there is a window.
+//! visible to position p when `j < kv_len`, `j <= p` if causal, `j > p - window` if there is a window, and
+//! `j >= chunk * floor(p / chunk)` if there are chunks.
 //! Order: a score is a chain over d. Scores become `m * 2^i` through `exp_split(s; c_hi, c_lo)` with
 //! `c = scale * log2(e)`, `n = max i`. Keys are cut at absolute multiples of 256; inside a block `l += weight` and
 //! `acc[e] = fma(weight, v[e], acc[e])`, keys ascending, invisible keys skipped; blocks are added ascending, from +0.
@@ -31,7 +32,7 @@ use std::iter::successors;
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when `q_heads` is not a multiple of `kv_heads`, a
 /// `kv_len` is outside `0..=S` or exceeds a sequence's rows or pages or 2^24, `scale` is negative or not finite,
-/// `softcap` is not positive and finite, `window` is 0, starts do not ascend to the end, or a page is outside `0..P`;
+/// `softcap` is not positive and finite, `window` or `chunk` is 0, starts do not ascend to the end, or a page is outside `0..P`;
 /// [`Error::Budget`] below the smallest plan (the operands of 16 keys and one query).
 ///
 /// ```

@@ -12,7 +12,7 @@ struct Call {
     // 0 means none.
     long long window;
     int queries, keys, q_heads, kv_heads, head_dim, value_dim;
-    int causal, capped, masked;
+    int causal, chunk, capped, masked;
     float cap, cap_factor, hi, lo;
 };
 
@@ -41,6 +41,7 @@ attention_backward_deltas(GLOBAL(const In) out, GLOBAL(const In) dout, GLOBAL(fl
 // Whether a position sees a key of a sequence of `length`.
 DEVICE bool sees(const Call &call, int key, int position, int length) {
     if (key >= length || (call.causal && key > position)) return false;
+    if (call.chunk > 0 && key < position - position % call.chunk) return false;
     return call.window == 0 || key > position - call.window;
 }
 

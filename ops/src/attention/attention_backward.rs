@@ -232,6 +232,7 @@ launch_struct! {
         head_dim: i32,
         value_dim: i32,
         causal: i32,
+        chunk: i32,
         capped: i32,
         masked: i32,
         cap: f32,
@@ -278,7 +279,7 @@ pub fn on_device<I: Stored, O: Stored>(
     let (_, deltas) = choose_on_device(device, op, [Deltas(all)])?;
     let build = Build { tf32: shape.tf32 == Tf32::Enabled && I::NAME == "fp32", ..Build::of::<I, O>(op) };
     // 0 says that there is none.
-    let window = shape.window.map_or(0, |window| i64::try_from(window).unwrap_or(i64::MAX).min(1 << 40));
+    let window = shape.window.map_or(0, |window| window.min(1 << 40) as i64);
     let extent = |value: usize| int(op, "an extent", value);
     let (cap_set, (cap, cap_factor)) = (cap.is_some(), cap.unwrap_or((0.0, 0.0)));
     let call = Call {
@@ -290,6 +291,8 @@ pub fn on_device<I: Stored, O: Stored>(
         head_dim: extent(head_dim)?,
         value_dim: extent(value_dim)?,
         causal: i32::from(shape.causal),
+        // One that holds every position is none.
+        chunk: shape.chunk.and_then(|chunk| chunk.try_into().ok()).unwrap_or(0),
         capped: i32::from(cap_set),
         masked: i32::from(rows.mask.is_some()),
         cap,

@@ -52,6 +52,7 @@ impl<I: Element> Case<I> {
         j < i64::from(self.kv_len[b])
             && (!self.shape.causal || j <= p)
             && self.shape.window.is_none_or(|window| j > p - window as i64)
+            && self.shape.chunk.is_none_or(|chunk| j >= p.div_euclid(chunk as i64) * chunk as i64)
     }
 
     /// dq, dk and dv before the last rounding.
@@ -172,12 +173,16 @@ fn gradients_are_plain_on_every_plan() {
     }
 }
 
-/// A window, a softcap, TF32, each where rows see some keys of a block alone.
+/// A window, chunks, a softcap, TF32, each where rows see some keys of a block alone.
 #[test]
 fn gradients_of_windows_and_caps_are_plain() {
     let window = Attention { window: Some(9), ..shape([1, 40, 300], [2, 1], [4, 4]) };
     let mut case = Case::<bf16>::new(window, &[299], false);
     // Some of the rows between see nothing of what the others see.
+    case.q_pos.iter_mut().step_by(4).for_each(|p| *p = 5);
+    case.check::<f32>();
+    let chunks = Attention { chunk: Some(11), ..shape([1, 40, 300], [2, 1], [4, 4]) };
+    let mut case = Case::<bf16>::new(chunks, &[299], false);
     case.q_pos.iter_mut().step_by(4).for_each(|p| *p = 5);
     case.check::<f32>();
     let cap = Attention { softcap: Some(2.5), ..shape([1, 26, 34], [2, 2], [8, 8]) };

@@ -43,6 +43,7 @@ launch_struct! {
         head_dim: i32,
         value_dim: i32,
         causal: i32,
+        chunk: i32,
         capped: i32,
         paged: i32,
         page_size: i32,
@@ -350,7 +351,7 @@ fn told(
     let Attention { q_heads, kv_heads, head_dim, value_dim, .. } = *shape;
     let (cap_set, (cap, factor)) = (cap.is_some(), cap.unwrap_or((0.0, 0.0)));
     // 0 says that there is none.
-    let window = shape.window.map_or(0, |window| i64::try_from(window).unwrap_or(i64::MAX).min(1 << 40));
+    let window = shape.window.map_or(0, |window| window.min(1 << 40) as i64);
     let extent = |value: usize| int("attention", "an extent", value);
     Ok(Call {
         slots_before: 0,
@@ -361,6 +362,8 @@ fn told(
         head_dim: extent(head_dim)?,
         value_dim: extent(value_dim)?,
         causal: i32::from(shape.causal),
+        // One that holds every position is none.
+        chunk: shape.chunk.and_then(|chunk| chunk.try_into().ok()).unwrap_or(0),
         capped: i32::from(cap_set),
         paged: i32::from(page_size > 0),
         page_size: extent(page_size)?,

@@ -32,6 +32,8 @@ pub struct Attention {
     pub causal: bool,
     /// Key j is visible to position p only when `j > p - window`; at least 1.
     pub window: Option<usize>,
+    /// Key j is visible to position p only when `j >= chunk * floor(p / chunk)`; at least 1.
+    pub chunk: Option<usize>,
     /// Scores become `softcap * tanh(score / softcap)`; positive and finite. An f64, since `scale / softcap` is
     /// rounded once.
     pub softcap: Option<f64>,
@@ -40,7 +42,7 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Causal attention without window or softcap, values as wide as keys, scores times `1 / sqrt(head_dim)`.
+    /// Causal attention without window, chunks or softcap, values as wide as keys, scores times `1 / sqrt(head_dim)`.
     pub fn causal([batch, queries, keys]: [usize; 3], [q_heads, kv_heads]: [usize; 2], head_dim: usize) -> Attention {
         Attention {
             batch,
@@ -53,6 +55,7 @@ impl Attention {
             scale: 1.0 / (head_dim as f64).sqrt(),
             causal: true,
             window: None,
+            chunk: None,
             softcap: None,
             tf32: Tf32::Disabled,
         }
@@ -127,10 +130,10 @@ impl Attention {
     pub(super) fn seen_from(&self, position: i32, kv_len: i32) -> Range {
         let (p, len) = (i64::from(position), kv_len as usize);
         let to = if self.causal { (p + 1).clamp(0, len as i64) as usize } else { len };
-        let from = self.window.map_or(0, |window| {
-            let window = i64::try_from(window).unwrap_or(i64::MAX);
-            p.saturating_sub(window).saturating_add(1).max(0) as usize
-        });
+        let wide = |size: usize| i64::try_from(size).unwrap_or(i64::MAX);
+        let of_window = self.window.map_or(0, |window| p.saturating_sub(wide(window)).saturating_add(1));
+        let of_chunk = self.chunk.map_or(0, |chunk| p - p.rem_euclid(wide(chunk)));
+        let from = of_window.max(of_chunk).max(0) as usize;
         Range { from: from.min(to), to }
     }
 
@@ -148,6 +151,7 @@ impl Attention {
             causal: call.flag("causal"),
             // In a call 0 says that there is none.
             window: Some(call.count("window")).filter(|&window| window > 0),
+            chunk: Some(call.count("chunk")).filter(|&chunk| chunk > 0),
             softcap: Some(call.float("softcap")).filter(|&softcap| softcap != 0.0),
             tf32: if call.tf32() { Tf32::Enabled } else { Tf32::Disabled },
         }
@@ -199,7 +203,7 @@ pub(crate) fn check_tensors(shape: &Attention, packed: bool, padded: bool, lens:
 
 /// Checks the parameters and makes the factors.
 pub(crate) fn factors(shape: &Attention) -> Result<Factors, Error> {
-    let Attention { q_heads, kv_heads, scale, window, softcap, .. } = *shape;
+    let Attention { q_heads, kv_heads, scale, window, chunk, softcap, .. } = *shape;
     let bad = |what: String| Err(value_error("attention", what));
     if kv_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
         return bad(format!("{q_heads} query heads cannot share {kv_heads} key heads; Hq must be a multiple of Hkv"));
@@ -210,8 +214,8 @@ pub(crate) fn factors(shape: &Attention) -> Result<Factors, Error> {
     if let Some(softcap) = softcap.filter(|&softcap| !(softcap > 0.0 && softcap.is_finite())) {
         return bad(format!("softcap is {softcap}; it must be positive and finite"));
     }
-    if window == Some(0) {
-        return bad("window is 0; it must be at least 1".into());
+    if let Some((name, _)) = [("window", window), ("chunk", chunk)].iter().find(|(_, size)| *size == Some(0)) {
+        return bad(format!("{name} is 0; it must be at least 1"));
     }
     let c = if softcap.is_some() { std::f64::consts::LOG2_E } else { scale * std::f64::consts::LOG2_E };
     let c_hi = c as f32;

@@ -154,7 +154,9 @@ impl<I: Element> Case<I> {
     /// Whether row t of q sees key j, if there is one.
     fn sees(&self, t: usize, j: usize) -> bool {
         let (p, j) = (i64::from(self.q_pos[t]), j as i64);
-        (!self.shape.causal || j <= p) && self.shape.window.is_none_or(|window| j > p - window as i64)
+        (!self.shape.causal || j <= p)
+            && self.shape.window.is_none_or(|window| j > p - window as i64)
+            && self.shape.chunk.is_none_or(|chunk| j >= p.div_euclid(chunk as i64) * chunk as i64)
     }
 
     /// out and lse of a row of q, before the last rounding.
@@ -305,6 +307,8 @@ fn few_rows_are_plain() {
     check(shape([6, 3], [16, 20], 9.0), Form::Packed, [3, 5], &[(&[0], 70), (&[0], 33)]);
     let window = Attention { window: Some(270), ..causal };
     check(window, Form::Paged(7), DENSE, &[(&[560, 590], 600), (&[40, 42], 50), (&[-1, 0], 5), (&[3, 4], 0)]);
+    let chunks = Attention { chunk: Some(290), ..causal };
+    check(chunks, Form::Paged(7), DENSE, &[(&[579, 580], 600), (&[40, 42], 50), (&[-1, 0], 5), (&[290, 299], 295)]);
     let groups = Attention { q_heads: 7, kv_heads: 1, ..window };
     check(groups, Form::Padded, DENSE, &[(&[559], 600), (&[50], 550)]);
     let many = Attention { q_heads: 12, head_dim: 33, ..groups };
@@ -341,6 +345,10 @@ fn many_rows_are_plain() {
     let in_place = Attention { head_dim: 32, value_dim: 32, softcap: None, window: Some(9), ..window };
     check(in_place, Form::Paged(8), DENSE, &[(&positions(5)[..14], 20), (&positions(245)[..10], 300)]);
     check(window, Form::Padded, [3, 5], &[(&positions(0), 40)]);
+    // Rows of one tile that see no key in common.
+    let chunks = Attention { window: None, chunk: Some(9), ..in_place };
+    check(chunks, Form::Paged(8), DENSE, &[(&positions(5), 32), (&positions(245)[..20], 300)]);
+    check(Attention { window: Some(6), ..chunks }, Form::Packed, [3, 5], &[(&positions(250), 270)]);
     check(shape([25, 1], [0, 5], 1.0), Form::Padded, DENSE, &[(&[4], 5)]);
     check(shape([25, 1], [5, 0], 1.0), Form::Padded, DENSE, &[(&[4], 5)]);
     // No key, and no page where one could stand.

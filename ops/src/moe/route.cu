@@ -7,9 +7,9 @@
 // What the kernel is told; the same struct is in route.rs.
 struct Choice {
     int experts, chosen, groups, top_groups;
-    // Whether scores are sigmoids, whether there is a bias, whether a group is worth its two largest choices, and
-    // whether weights are divided by their sum.
-    int sigmoid, has_bias, top_two, normalise;
+    // Whether scores are sigmoids, whether logits decide the choice, whether there is a bias, whether a group is worth
+    // its two largest choices, and whether weights are divided by their sum.
+    int sigmoid, by_logits, has_bias, top_two, normalise;
     float scale;
 };
 
@@ -43,7 +43,8 @@ KERNEL(32, 16) route(Choice choice, GLOBAL(const In) logits, GLOBAL(const float)
     SHARED_POINTER(unsigned) group_ranks = room + choice.experts;
     SHARED_POINTER(float) weights = as_elements<float>(group_ranks + choice.groups);
     auto value_of = [&](int expert) {
-        float value = score_of(choice, logits, softmax, first + expert);
+        float value = choice.by_logits ? widen(static_cast<In>(logits[first + expert]))
+                                       : score_of(choice, logits, softmax, first + expert);
         if (choice.has_bias) value = __fadd_rn(value, widen(static_cast<In>(bias[expert])));
         return value;
     };

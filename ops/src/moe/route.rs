@@ -1,9 +1,9 @@
 //! Choice of experts: `logits[T,E], bias[E]? -> index[T,K], weight[T,K]` (f32).
 //!
-//! Formula: scores are the softmax or the sigmoid of the logits. The K experts of the largest `score + bias` are chosen,
-//! where experts stand in groups only from the best groups; rank 0 is the largest. A weight is a chosen expert's score
+//! Formula: scores are the softmax or the sigmoid of the logits. The K experts of the largest `score + bias`, or
+//! `logit + bias`, are chosen, where experts stand in groups only from the best groups; rank 0 is the largest. A weight is a chosen expert's score
 //! (without bias), divided by the sum of the chosen ones if `normalise`, times `scale`.
-//! Order: softmax as the op; `score + bias` one addition; a group's worth is its largest choice, or the sum of its two
+//! Order: softmax as the op; `score + bias` or `logit + bias` one addition; a group's worth is its largest choice, or the sum of its two
 //! largest, larger first. Groups and experts are taken one after the other, each time the largest that is left, the
 //! lowest index among equals (-0 equals +0, a NaN is larger than every number). The sum of the chosen scores adds them
 //! in the order of rank, from +0; with the sigmoid `f32(1e-20)` is added last.
@@ -31,6 +31,8 @@ pub struct Route {
     pub chosen: usize,
     /// How logits become scores.
     pub scoring: Scoring,
+    /// What decides the choice, beside the bias.
+    pub chosen_by: ChosenBy,
     /// Groups of equal size, at least 1.
     pub groups: usize,
     /// Groups that are left, at least 1; together they hold K experts or more.
@@ -52,6 +54,15 @@ pub enum Scoring {
     Sigmoid,
 }
 
+/// What decides a choice of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChosenBy {
+    /// Their scores.
+    Scores,
+    /// Their logits: where two sigmoids are 1, the larger of these.
+    Logits,
+}
+
 /// What a group of experts is worth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupWorth {
@@ -68,7 +79,7 @@ pub enum GroupWorth {
 /// for K, or `scale` is not finite in f32.
 ///
 /// ```
-/// use samebits_ops::{Cpu, GroupWorth, Route, Scoring, route};
+/// use samebits_ops::{ChosenBy, Cpu, GroupWorth, Route, Scoring, route};
 ///
 /// // The better two of three experts, in one group.
 /// let shape = Route {
@@ -76,6 +87,7 @@ pub enum GroupWorth {
 ///     experts: 3,
 ///     chosen: 2,
 ///     scoring: Scoring::Softmax,
+///     chosen_by: ChosenBy::Scores,
 ///     groups: 1,
 ///     top_groups: 1,
 ///     group_worth: GroupWorth::Max,
@@ -129,13 +141,13 @@ fn run(
                 }
             }
         }
-        let rows = Mutex::new(
-            scores.chunks_exact(experts).zip(index.chunks_exact_mut(chosen)).zip(weight.chunks_exact_mut(chosen)),
-        );
+        let logits = logits.rows::<I>();
+        let outputs = index.chunks_exact_mut(chosen).zip(weight.chunks_exact_mut(chosen));
+        let rows = Mutex::new(scores.chunks_exact(experts).zip(outputs).enumerate());
         cpu.each(tokens, |_| {
             let next = rows.lock().expect("no panic while holding the lock").next();
-            let ((scores, index), weight) = next.expect("one for each token");
-            choose_row(shape, scale, scores, bias, index, weight);
+            let (t, (scores, (index, weight))) = next.expect("one for each token");
+            choose_row(shape, scale, (scores, logits.row(t)), bias, index, weight);
         });
     });
     Ok(())
@@ -155,9 +167,10 @@ launch_struct! {
         chosen: i32,
         groups: i32,
         top_groups: i32,
-        /// Whether scores are sigmoids, whether there is a bias, whether a group is worth its two largest choices, and whether
-        /// weights are divided by their sum.
+        /// Whether scores are sigmoids, whether logits decide the choice, whether there is a bias, whether a group is worth its two
+        /// largest choices, and whether weights are divided by their sum.
         sigmoid: i32,
+        by_logits: i32,
         has_bias: i32,
         top_two: i32,
         normalise: i32,
@@ -241,6 +254,7 @@ pub fn on_device<I: Stored>(
         groups: groups as i32,
         top_groups: top_groups as i32,
         sigmoid: i32::from(shape.scoring == Scoring::Sigmoid),
+        by_logits: i32::from(shape.chosen_by == ChosenBy::Logits),
         has_bias: i32::from(bias.is_some()),
         top_two: i32::from(shape.group_worth == GroupWorth::TopTwo),
         normalise: i32::from(shape.normalise),
@@ -296,6 +310,7 @@ impl Route {
             experts: call.dim("E"),
             chosen: count("chosen"),
             scoring: if call.word("scoring") == "sigmoid" { Scoring::Sigmoid } else { Scoring::Softmax },
+            chosen_by: if call.word("chosen_by") == "logits" { ChosenBy::Logits } else { ChosenBy::Scores },
             groups: count("groups"),
             top_groups: count("top_groups"),
             group_worth: if call.word("group_worth") == "top_two" { GroupWorth::TopTwo } else { GroupWorth::Max },
@@ -346,20 +361,22 @@ pub(super) fn sigmoid_of<I: Element>(logit: I) -> f32 {
     f32::narrow(sigmoid(Scalar, logit.widen()))
 }
 
-/// Chooses for one token.
+/// Chooses for one token, by its scores or its logits.
 fn choose_row<I: Element>(
     shape: &Route,
     scale: f32,
-    scores: &[f32],
+    (scores, logits): (&[f32], &[I]),
     bias: Option<&[I]>,
     index: &mut [i32],
     weight: &mut [f32],
 ) {
     let size = shape.experts / shape.groups;
-    let mut choice: Vec<Option<f32>> = match bias {
-        None => scores.iter().copied().map(Some).collect(),
-        Some(bias) => scores.iter().zip(bias).map(|(score, bias)| Some(score + bias.widen())).collect(),
+    let decides = |expert: usize| match shape.chosen_by {
+        ChosenBy::Scores => scores[expert],
+        ChosenBy::Logits => logits[expert].widen(),
     };
+    let choice = |expert| bias.map_or(decides(expert), |bias| decides(expert) + bias[expert].widen());
+    let mut choice: Vec<Option<f32>> = (0..shape.experts).map(|expert| Some(choice(expert))).collect();
     if shape.top_groups < shape.groups {
         let mut worth: Vec<Option<f32>> =
             choice.chunks_exact(size).map(|group| Some(worth(shape.group_worth, group.to_vec()))).collect();

@@ -11,7 +11,7 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, in
 use crate::call::{Arguments as CallArguments, Entry};
 use crate::element::{Stored, typed};
 use crate::logprob::softmax;
-use crate::moe::route::{GroupWorth, Route, Scoring, check_choice, sigmoid_of};
+use crate::moe::route::{ChosenBy, GroupWorth, Route, Scoring, check_choice, sigmoid_of};
 use crate::profile::IEEE;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
@@ -27,7 +27,7 @@ const NAME: &str = "route_backward";
 /// and for parameters as `route`.
 ///
 /// ```
-/// use samebits_ops::{Cpu, GroupWorth, Route, Scoring, route_backward};
+/// use samebits_ops::{ChosenBy, Cpu, GroupWorth, Route, Scoring, route_backward};
 ///
 /// // The second of two experts, equally likely: more of its weight is less of the other's.
 /// let shape = Route {
@@ -35,6 +35,7 @@ const NAME: &str = "route_backward";
 ///     experts: 2,
 ///     chosen: 1,
 ///     scoring: Scoring::Softmax,
+///     chosen_by: ChosenBy::Scores,
 ///     groups: 1,
 ///     top_groups: 1,
 ///     group_worth: GroupWorth::Max,
@@ -202,6 +203,7 @@ fn shape_of(args: &CallArguments) -> Route {
         experts: call.dim("E"),
         chosen: call.count("chosen"),
         scoring: if call.word("scoring") == "sigmoid" { Scoring::Sigmoid } else { Scoring::Softmax },
+        chosen_by: ChosenBy::Scores,
         groups: 1,
         top_groups: 1,
         group_worth: GroupWorth::Max,
@@ -302,6 +304,7 @@ mod tests {
             experts: 3,
             chosen: 2,
             scoring: Scoring::Softmax,
+            chosen_by: ChosenBy::Scores,
             groups: 1,
             top_groups: 1,
             group_worth: GroupWorth::Max,

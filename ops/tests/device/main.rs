@@ -10,8 +10,8 @@ use samebits_ops::device::{
     gemm_experts, gemm_rows, route_to,
 };
 use samebits_ops::{
-    Attention, Attributes, Backend, Calls, Cpu, DType, Error, Gemm, GroupWorth, Qkv, Route, Scoring, Tensor, TensorMut,
-    TensorRef,
+    Attention, Attributes, Backend, Calls, ChosenBy, Cpu, DType, Error, Gemm, GroupWorth, Qkv, Route, Scoring, Tensor,
+    TensorMut, TensorRef,
 };
 use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -290,6 +290,7 @@ fn indices_of_captured_work_are_read_in_it_alone() {
         experts,
         chosen,
         scoring,
+        chosen_by: ChosenBy::Scores,
         groups: 1,
         top_groups: 1,
         group_worth,

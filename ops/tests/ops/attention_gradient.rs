@@ -27,6 +27,7 @@ fn visible(shape: &Attention, q_pos: i32, kv_len: i32) -> Vec<usize> {
         j < i64::from(kv_len)
             && (!shape.causal || j <= p)
             && shape.window.is_none_or(|window| j > p.saturating_sub(window as i64))
+            && shape.chunk.is_none_or(|chunk| j / chunk as i64 >= p.div_euclid(chunk as i64))
     };
     (0..shape.keys).filter(sees).collect()
 }
@@ -203,6 +204,7 @@ fn shape([batch, queries, keys]: [usize; 3], heads: [usize; 2], [d, e]: [usize; 
         scale: [0.25, 1.0 / 3.0, 0.0][draw(0, 11) as usize / 5],
         causal: draw(1, 3) > 0,
         window: [None, Some(3), Some(300)][draw(2, 3) as usize],
+        chunk: [None, Some(5), Some(260)][draw(5, 3) as usize],
         softcap: [None, None, Some(2.5)][draw(3, 3) as usize],
         tf32: if draw(4, 3) == 0 { Tf32::Enabled } else { Tf32::Disabled },
         ..Attention::causal([batch, queries, keys], [heads[0] * heads[1], heads[1]], d)

@@ -3,9 +3,9 @@
 use crate::{bits, cpus};
 use proptest::prelude::*;
 use samebits_ops::{
-    Activation, Clamp, Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, SigmoidMul, Xielu, activate,
-    activate_backward, bf16, clamped_silu_mul, clamped_silu_mul_backward, combine, combine_backward, embedding,
-    embedding_packed, f16, gelu_mul, gelu_mul_backward, route, route_backward, scale, sigmoid_mul,
+    Activation, ChosenBy, Clamp, Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, SigmoidMul, Xielu,
+    activate, activate_backward, bf16, clamped_silu_mul, clamped_silu_mul_backward, combine, combine_backward,
+    embedding, embedding_packed, f16, gelu_mul, gelu_mul_backward, route, route_backward, scale, sigmoid_mul,
     sigmoid_mul_backward, silu_mul, silu_mul_backward, softcap, softcap_backward, softmax,
 };
 
@@ -261,7 +261,9 @@ fn route_gradient(shape: &Route, scores: &[f32], index: &[i32], dweight: &[f32])
 
 fn check_route(shape: &Route, seed: u64, biased: bool) {
     let Route { tokens, experts, chosen, .. } = *shape;
-    let mut logits: Vec<f32> = values(seed, tokens * experts, 4.0);
+    // Sigmoids of large logits are all 1.
+    let spread = if shape.chosen_by == ChosenBy::Logits { 60.0 } else { 4.0 };
+    let mut logits: Vec<f32> = values(seed, tokens * experts, spread);
     // Ties: a few values only.
     logits.iter_mut().step_by(2).for_each(|v| *v = v.round());
     let bias: Option<Vec<f32>> = biased.then(|| values(seed ^ 9, experts, 0.5));
@@ -271,8 +273,9 @@ fn check_route(shape: &Route, seed: u64, biased: bool) {
         Scoring::Sigmoid => scores.iter_mut().zip(&logits).for_each(|(s, v)| *s = sigmoid(*v)),
     }
     let (mut index, mut weight) = (Vec::new(), Vec::new());
-    for scores in scores.chunks(experts) {
-        let choice: Vec<f32> = (0..experts).map(|e| bias.as_ref().map_or(scores[e], |b| scores[e] + b[e])).collect();
+    for (scores, logits) in scores.chunks(experts).zip(logits.chunks(experts)) {
+        let decides = if shape.chosen_by == ChosenBy::Logits { logits } else { scores };
+        let choice: Vec<f32> = (0..experts).map(|e| bias.as_ref().map_or(decides[e], |b| decides[e] + b[e])).collect();
         let size = experts / shape.groups;
         let mut left = vec![shape.groups == shape.top_groups; experts];
         if shape.top_groups < shape.groups {
@@ -429,7 +432,7 @@ proptest! {
     #[test]
     fn route_is_the_page(
         tokens in 1usize..6, size in 2usize..7, groups in 1usize..5, top in 1usize..5, chosen in 1usize..5, seed: u64,
-        flags in 0u32..16,
+        flags in 0u32..32,
     ) {
         let top_groups = top.min(groups);
         let shape = Route {
@@ -437,6 +440,7 @@ proptest! {
             experts: size * groups,
             chosen: chosen.min(top_groups * size),
             scoring: if flags & 1 == 0 { Scoring::Softmax } else { Scoring::Sigmoid },
+            chosen_by: if flags & 16 == 0 { ChosenBy::Scores } else { ChosenBy::Logits },
             groups,
             top_groups,
             group_worth: if flags & 2 == 0 { GroupWorth::Max } else { GroupWorth::TopTwo },
@@ -505,6 +509,7 @@ fn wrong_shapes_and_values_are_refused() {
         experts: 6,
         chosen: 2,
         scoring: Scoring::Softmax,
+        chosen_by: ChosenBy::Scores,
         groups: 3,
         top_groups: 1,
         group_worth: GroupWorth::Max,

@@ -123,6 +123,7 @@ impl Draw {
             experts: self.extent(),
             chosen: self.extent(),
             scoring: self.pick(&[Scoring::Softmax, Scoring::Sigmoid]),
+            chosen_by: self.pick(&[ChosenBy::Scores, ChosenBy::Logits]),
             groups: self.pick(&[1, 1, 1, 2, 0, usize::MAX]),
             top_groups: self.pick(&[1, 1, 1, 2, 0, usize::MAX]),
             group_worth: self.pick(&[GroupWorth::Max, GroupWorth::TopTwo]),
@@ -151,6 +152,7 @@ impl Draw {
             value_dim: self.extent(),
             causal: self.flag(),
             window: self.pick(&[None, None, Some(1), Some(usize::MAX)]),
+            chunk: self.pick(&[None, None, Some(1), Some(i32::MAX as usize), Some(usize::MAX)]),
             softcap: self.pick(&[None, None, Some(30.0)]),
             scale: self.number(&[1.0, 0.125, 0.0], &[-1.0, f64::NAN, f64::INFINITY]),
             ..shape

@@ -153,11 +153,21 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
         ("scale", |r, n| scale(&r.cpu, 0.7, &r.floats::<I>(3 * n), &mut r.room::<O>(3 * n))),
         // n is E.
         ("route", |r, experts| {
-            let (chosen, scoring) = (experts.min(4), Scoring::Softmax);
+            let (chosen, scoring, chosen_by) = (experts.min(4), Scoring::Softmax, ChosenBy::Logits);
             let (groups, top_groups, group_worth) = (1, 1, GroupWorth::Max);
             let (normalise, scale) = (true, 1.5);
-            let shape =
-                Route { tokens: 3, experts, chosen, scoring, groups, top_groups, group_worth, normalise, scale };
+            let shape = Route {
+                tokens: 3,
+                experts,
+                chosen,
+                scoring,
+                chosen_by,
+                groups,
+                top_groups,
+                group_worth,
+                normalise,
+                scale,
+            };
             let (logits, bias) = (r.floats::<I>(3 * experts), r.floats(experts));
             route(&r.cpu, &shape, &logits, Some(&bias), &mut r.room(3 * chosen), &mut r.room(3 * chosen))
         }),
@@ -168,6 +178,7 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
                 experts,
                 chosen,
                 scoring: if n.is_multiple_of(2) { Scoring::Softmax } else { Scoring::Sigmoid },
+                chosen_by: ChosenBy::Scores,
                 groups: 1,
                 top_groups: 1,
                 group_worth: GroupWorth::Max,
@@ -300,12 +311,14 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             let value_dim = if keys % 4 == 0 { 16 * (1 + keys % 5) } else { 1 + keys % 41 };
             let (causal, softcap) = (keys % 2 == 1, (keys % 5 == 0).then_some(3.0));
             let window = Some(keys % 3).filter(|&window| window > 0);
+            let chunk = Some(keys % 7).filter(|&chunk| chunk > 0);
             // Two, eight and ten query rows to a key head: each is read in a way of its own.
             for queries in [1, keys.min(4), keys.min(5)] {
                 let shape = Attention {
                     value_dim,
                     causal,
                     window,
+                    chunk,
                     softcap,
                     ..Attention::causal([batch, queries, keys], [q_heads, kv_heads], head_dim)
                 };

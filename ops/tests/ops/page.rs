@@ -545,6 +545,7 @@ struct Heads {
     e: usize,
     causal: bool,
     window: Option<usize>,
+    chunk: Option<usize>,
 }
 
 /// `[out, lse]`, before the last rounding.
@@ -568,6 +569,7 @@ fn attention_page(
                     (j as i64) < i64::from(kv_len[b])
                         && (!h.causal || j as i64 <= p)
                         && h.window.is_none_or(|window| j as i64 > p - window as i64)
+                        && h.chunk.is_none_or(|chunk| j as i64 / chunk as i64 >= p.div_euclid(chunk as i64))
                 };
                 let row = |x: &[bf16], j: usize, dim: usize, i: usize| {
                     wide(x[((b * h.keys + j) * h.kv_heads + kv_head) * dim + i])
@@ -713,10 +715,11 @@ proptest! {
         d in prop_oneof![1usize..70, (1usize..9).prop_map(|eights| 8 * eights)],
         e in prop_oneof![1usize..70, (1usize..10).prop_map(|vectors| 16 * vectors)], causal: bool,
         window in prop::sample::select(vec![None, Some(1usize), Some(7), Some(300)]),
+        chunk in prop::sample::select(vec![None, None, Some(1usize), Some(7), Some(300)]),
         spread in prop::sample::select(vec![1u32, 4, 70]), with_sinks: bool, seed: u64,
     ) {
         let seed = seed >> 3;
-        let h = Heads { batch, queries, keys, q_heads: kv_heads * group, kv_heads, d, e, causal, window };
+        let h = Heads { batch, queries, keys, q_heads: kv_heads * group, kv_heads, d, e, causal, window, chunk };
         // Scores stay finite: wide values only in v.
         let q: Vec<bf16> = values(seed, batch * queries * h.q_heads * d, spread.min(4));
         let k: Vec<bf16> = values(seed + 1, batch * keys * kv_heads * d, spread.min(4));
@@ -728,7 +731,7 @@ proptest! {
         let [expected, expected_lse] = attention_page(&h, 0.25, [&q, &k, &v], sinks, &q_pos, &kv_len).map(|v| all_rounded::<f32>(&v));
         let shape = Attention {
             batch, queries, keys, q_heads: h.q_heads, kv_heads, head_dim: d, value_dim: e, scale: 0.25, causal, window,
-            softcap: None, tf32: Tf32::Disabled,
+            chunk, softcap: None, tf32: Tf32::Disabled,
         };
         let (sequences, qkv) = (Sequences::padded(&q_pos, &kv_len), Qkv { q: &q[..], k: &k, v: &v });
         for cpu in cpus() {
@@ -1117,7 +1120,7 @@ fn tiny_scores_are_not_flushed() {
         let k: Vec<bf16> = (0..keys * kv_heads * d).map(|i| bf16::from_bits(1 + (i * 37 % 0x7F) as u16)).collect();
         let v: Vec<bf16> = values(3, keys * kv_heads * d, 4);
         let (q_pos, kv_len) = (vec![0; queries], [keys as i32]);
-        let h = Heads { batch: 1, queries, keys, q_heads, kv_heads, d, e: d, causal: false, window: None };
+        let h = Heads { batch: 1, queries, keys, q_heads, kv_heads, d, e: d, causal: false, window: None, chunk: None };
         let expected = attention_page(&h, f64::exp2(120.0), [&q, &k, &v], None, &q_pos, &kv_len);
         let expected = expected.map(|v| all_rounded::<f32>(&v));
         let shape = Attention {
@@ -1131,6 +1134,7 @@ fn tiny_scores_are_not_flushed() {
             scale: f64::exp2(120.0),
             causal: false,
             window: None,
+            chunk: None,
             softcap: None,
             tf32: Tf32::Disabled,
         };
@@ -1171,6 +1175,6 @@ fn narrowing_rounds_to_nearest_even() {
 #[test]
 fn causal_attention_has_its_scale() {
     let shape = samebits_ops::Attention::causal([2, 3, 5], [4, 2], 16);
-    assert_eq!((shape.scale, shape.causal, shape.window, shape.softcap), (0.25, true, None, None));
+    assert_eq!((shape.scale, shape.causal, shape.window, shape.chunk, shape.softcap), (0.25, true, None, None, None));
     assert_eq!((shape.head_dim, shape.value_dim), (16, 16));
 }

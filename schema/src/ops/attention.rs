@@ -33,6 +33,7 @@ pub(super) const ATTRIBUTES: &[Attribute] = &[
         .default(DefaultValue::Of("1/sqrt(D)", |dims| Value::Float(1.0 / (dims["D"].max(1) as f64).sqrt()))),
     Attribute::flag("causal", "`1`: key j is visible to position p only when j <= p"),
     Attribute::count("window", 0, "0", "key j is visible only when j > p - window; `0` means no window"),
+    Attribute::count("chunk", 0, "0", "key j is visible only when j >= p - p mod chunk; `0` means no chunks"),
     Attribute::float(
         "softcap",
         Included(0.0),
@@ -50,9 +51,14 @@ pub(super) fn operations(call: &Call, batch: usize, queries: usize, keys: usize)
 
 /// The pairs of a query, of all heads, and a key that it sees.
 pub(super) fn pairs(call: &Call, batch: usize, queries: usize, keys: usize) -> f64 {
+    // The queries stand behind all keys but as many.
     let seen = |t: usize| {
-        let last = if call.flag("causal") { (keys + t + 1).saturating_sub(queries) } else { keys };
-        if call.count("window") > 0 { last.min(call.count("window")) } else { last }
+        let next = (keys + t + 1).saturating_sub(queries);
+        let last = if call.flag("causal") { next } else { keys };
+        let windowed = if call.count("window") > 0 { last.min(call.count("window")) } else { last };
+        let position = next.saturating_sub(1);
+        let first = position.checked_rem(call.count("chunk")).map_or(0, |within| position - within);
+        windowed.min(last.saturating_sub(first))
     };
     (batch * call.dim("Hq")) as f64 * (0..queries).map(|t| seen(t) as f64).sum::<f64>()
 }

@@ -6,7 +6,7 @@ pub static OP: Op = Op {
     name: "route",
     about: "each token's experts: their rank, -1 where not chosen, and their weight, +0 where not chosen",
     inputs: &[Input::activation("logits", &["T", "E"]), Input::weight("bias", &["E"]).optional()],
-    attributes: &[CHOSEN, SCORING, GROUPS, TOP_GROUPS, GROUP_WORTH, NORMALISE, SCALE],
+    attributes: &[CHOSEN, SCORING, CHOSEN_BY, GROUPS, TOP_GROUPS, GROUP_WORTH, NORMALISE, SCALE],
     outputs: &[Output::fixed("rank", &["T", "E"], DType::I32), Output::fixed("weight", &["T", "E"], DType::Fp32)],
     refused: "`groups` that do not divide E; `top_groups` that do not hold `chosen`; `top_two` of groups of one; E beyond i32",
     check,
@@ -16,6 +16,9 @@ pub static OP: Op = Op {
 pub(super) const CHOSEN: Attribute = Attribute::count("chosen", 1, "1", "how many experts a token has");
 
 pub(super) const SCORING: Attribute = Attribute::choice("scoring", &["softmax", "sigmoid"], "how logits become scores");
+
+const CHOSEN_BY: Attribute =
+    Attribute::choice("chosen_by", &["scores", "logits"], "what decides the choice, beside the bias");
 
 const GROUPS: Attribute = Attribute::count("groups", 1, "1", "groups of experts of one size");
 
