@@ -774,9 +774,12 @@ fn sizes(limit: usize) -> Vec<usize> {
 /// Of more entries than this more settings are asked: one row may hide what another shows.
 const MANY: usize = 32;
 
+/// Elements of the largest input of rows that are copied for kernels of many.
+const FAR: usize = 1 << 19;
+
 /// One number of each gap between [`sizes`] below `limit`, drawn: kernels choose by numbers that are near no power of two as well.
 fn between(limit: usize, draw: &mut impl FnMut(usize) -> usize) -> Vec<usize> {
-    let gaps = (3..).map(|k| 1usize << k).map(|p| (p + 2, (2 * p - 1).min(limit)));
+    let gaps = (2..).map(|k| 1usize << k).map(|p| (p + 2, (2 * p - 1).min(limit)));
     gaps.take_while(|(least, _)| *least < limit).map(|(least, end)| least + draw(end - least)).collect()
 }
 
@@ -795,11 +798,18 @@ fn batch<'a>(case: &'a Case, machine: &Machine) -> Vec<Variant<'a>> {
     let mut variants = Vec::new();
     // The rows over and over, every copy held to the first: 1 to 9 and all around powers of two.
     let most = (machine.room / base.width()).min(2049);
-    for size in (1..=9).chain(sizes(most + 1).into_iter().filter(|&size| size > 9)) {
-        if size > base.entries && size <= most {
-            let picks: Vec<usize> = (0..size).map(|i| i % base.entries).collect();
-            variants.push(base.pick(format!("again:{size}"), 0, &picks));
-        }
+    let mut copied: Vec<usize> = (1..=9).chain(sizes(most + 1).into_iter().filter(|&size| size > 9)).collect();
+    copied.retain(|size| (base.entries + 1..=most).contains(size));
+    // Where orders of sums are told apart, as far as kernels of many rows begin, whatever the room.
+    let fill = case.name.rsplit('-').nth(1);
+    if fill == Some(Fill::Power.name()) && base.entries > 1 {
+        let far = [66, 130 + draw(126), 257 + draw(128), 385 + draw(128)];
+        let more = far.into_iter().filter(|&size| size > base.entries.max(most) && size * base.width() <= FAR);
+        copied.extend(more);
+    }
+    for size in copied {
+        let picks: Vec<usize> = (0..size).map(|i| i % base.entries).collect();
+        variants.push(base.pick(format!("again:{size}"), 0, &picks));
     }
     for (axis, prefix) in base.axes() {
         let extent = base.extent(axis);

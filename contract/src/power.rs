@@ -51,6 +51,30 @@ pub fn masks(draw: &Draw, rows: usize, n: usize) -> Vec<f64> {
     (0..rows).flat_map(|row| mask(draw, row, &colours)).collect()
 }
 
+/// A mask of three pairs of masses, each a power of two apart, where kernels cut their sums. Of many colours few places have such a
+/// partner, and a pair in each lane of a sum would leave no unit of any, whatever the order.
+fn mask_apart(draw: &Draw, row: usize, colours: &[usize]) -> Vec<f64> {
+    let (n, draw) = (colours.len(), draw.of(row));
+    let mut terms: Vec<f64> = (0..n).map(|i| if draw.below(i, 2) == 0 { UNIT } else { -UNIT }).collect();
+    let mut distances: Vec<usize> = (3..).map(|k| 1 << k).take_while(|distance| *distance < n).collect();
+    for pair in 0..3 {
+        let at = n + 3 * pair;
+        let first = draw.below(at, n);
+        let turn = draw.below(at + 1, distances.len().max(1));
+        distances.rotate_left(turn);
+        let is_free = |i: usize| terms[i].abs() == UNIT;
+        let partner = |i: usize| {
+            let places = distances.iter().map(|distance| i + distance);
+            places.filter(|j| *j < n && colours[*j] == colours[i]).find(|j| is_free(*j))
+        };
+        let mut places = (first..n).chain(0..first).filter(|i| is_free(*i));
+        let Some((i, j)) = places.find_map(|i| Some((i, partner(i)?))) else { break };
+        let mass = if draw.below(at + 2, 2) == 0 { MASS } else { -MASS };
+        (terms[i], terms[j]) = (mass, -mass);
+    }
+    terms
+}
+
 /// The operands of a product of sums: `x[m,k]` of masks, and `w[n,k]` of 1 and -1 that is one for all terms of a colour.
 pub fn product(maker: &Maker, name: &str, [m, n, k]: [usize; 3]) -> (Vec<f64>, Vec<f64>) {
     let (x, w) = (maker.draw(name), maker.draw("w"));
@@ -58,6 +82,18 @@ pub fn product(maker: &Maker, name: &str, [m, n, k]: [usize; 3]) -> (Vec<f64>, V
     let sign = |column: usize, colour: usize| if w.below(k + column * 2 + colour, 2) == 0 { 1.0 } else { -1.0 };
     let rows = (0..m).flat_map(|row| mask(&x, row, &colours)).collect();
     (rows, (0..n * k).map(|i| sign(i / k, colours[i % k])).collect())
+}
+
+/// The bias of a [`product`]: a mass for each column, which one term of each row of x takes back.
+pub fn bias(maker: &Maker, x: &mut [f64], w: &[f64], [n, k]: [usize; 2]) -> Vec<f64> {
+    let (draw, colours) = (maker.draw("bias"), maker.draw("w"));
+    let own: Vec<usize> = (0..k).filter(|&i| colours.below(i, 2) == 0).collect();
+    for (row, x) in x.chunks_mut(k).enumerate() {
+        let first = draw.below(row, own.len());
+        let place = own[first..].iter().chain(&own).find(|&&i| x[i].abs() == UNIT).expect("masses are few");
+        x[*place] = -MASS;
+    }
+    w.chunks(k).take(n).map(|column| MASS * column[own[0]]).collect()
 }
 
 /// Whatever significands, of either sign.
@@ -547,7 +583,7 @@ pub fn centred_gradient_rows(maker: &Maker, r: usize, n: usize) -> [Vec<f64>; 3]
             let both: Vec<usize> =
                 colours.iter().zip(&signs).map(|(colour, sign)| 2 * colour + usize::from(*sign > 0.0)).collect();
             x.extend(signs);
-            dy.extend(thinned(&of_dy, row, &both));
+            dy.extend(thin(&of_dy, row, mask_apart(&of_dy, row, &both)));
             continue;
         }
         let (values, squares, pairs) = paired(&narrow, &of_x, row, n, |_| 1.0);
@@ -577,7 +613,11 @@ fn colours(draw: &Draw, n: usize) -> Vec<usize> {
 
 /// A mask of which about a quarter of the units are 0.
 pub fn thinned(draw: &Draw, row: usize, colours: &[usize]) -> Vec<f64> {
-    let mut terms = mask(draw, row, colours);
+    thin(draw, row, mask(draw, row, colours))
+}
+
+/// A mask in which about a quarter of the units are made 0.
+fn thin(draw: &Draw, row: usize, mut terms: Vec<f64>) -> Vec<f64> {
     let n = terms.len();
     for (i, term) in terms.iter_mut().enumerate() {
         if term.abs() < MASS && draw.below((row + 7) * n * 32 + i, 4) == 0 {

@@ -138,7 +138,8 @@ def judge(
         if axis not in known:
             raise ValueError(f"axis {axis}: {op} has {', '.join(known)}")
     load, skipped, asked = wire.packed(fn, op, library, device), {}, list(axes)
-    own = [axis for axis in ("restart", "soak") if axis in known and (not axes or axis in named)]
+    varies = not judgments or "invariance" in judgments
+    own = [axis for axis in ("restart", "soak") if varies and axis in known and (not axes or axis in named)]
     if load is None and own:
         asked = [axis for axis in axes or known if axis.partition("=")[0] not in own]
         why = f"another process cannot import {subject.describe()}; define it at the top of a module"

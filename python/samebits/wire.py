@@ -349,7 +349,9 @@ class Subject:
             name, default = attribute["name"], attribute["default"]
             if name in attributes and not self._takes(name) and not _is_default(attributes[name], default):
                 return f"param `{name}`: {self.describe()} does not take it"
-        if dtype != out and not self._takes("dtype"):
+        # Where all outputs have a dtype of their own, nothing follows the one that is asked for.
+        follows = any(output["dtype"] is None for output in self.form["outputs"])
+        if dtype != out and follows and not self._takes("dtype"):
             return f"out {out}: {self.describe()} does not take a dtype, and the inputs are {dtype}"
         return None
 

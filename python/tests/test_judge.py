@@ -289,6 +289,17 @@ def test_cases_of_attributes_that_the_signature_lacks_are_not_asked():
     assert set(left_out.values()) == {"param `rounding`: rms_norm does not take it"}
 
 
+def test_an_op_whose_outputs_are_f32_needs_no_dtype():
+    def logprob(logits, target):
+        x = logits.astype(numpy.float64)
+        lse = numpy.logaddexp.reduce(x, axis=-1)
+        found = numpy.take_along_axis(x, target.clip(0)[:, None], -1)[:, 0] - lse
+        return numpy.where(target < 0, 0, found).astype(numpy.float32), lse.astype(numpy.float32)
+
+    report = samebits.judge(logprob, "logprob", library="numpy", cases=["logprob/bf16/small-normal-fp32"], judgments=["accuracy"])
+    assert report.ok and report.verdicts["accuracy"]["pass"] == 1, str(report)
+
+
 def test_a_red_record_says_how_to_ask_it_again():
     report = judge(of_the_batch, **SMALL_FP32)
     record = next(record for record in report.red if record["axis"] == "batch")

@@ -3,6 +3,7 @@ use super::gemm::sum_of;
 use super::rms_norm_backward::Product;
 use super::token_sum::{chain, term};
 use super::*;
+use crate::fill::Draw;
 
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::attention_backward::OP,
@@ -54,8 +55,10 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     }
     let rows = vec![b, t, hq, e];
     inputs.extend(maker.floats([("out", rows.clone(), out), ("dout", rows, dout)]));
-    if maker.fill == Fill::Power {
-        power(maker, [b, t, s, hq, hkv, d, e], &mut inputs);
+    match maker.fill {
+        Fill::Power if d.min(e) >= WIDE => power_of_heads(maker, [b, t, s, hq, hkv, d, e], &mut inputs),
+        Fill::Power => power(maker, [b, t, s, hq, hkv, d, e], &mut inputs),
+        _ => {}
     }
     let lse = if maker.fill == Fill::Power {
         vec![0.0; b * t * hq]
@@ -101,6 +104,50 @@ fn power(maker: &Maker, [b, t, s, hq, hkv, d, e]: [usize; 7], inputs: &mut BTree
     let (of_rows, of_keys) = (|dim| vec![b, t, hq, dim], |dim| vec![b, s, hkv, dim]);
     inputs.extend(maker.floats([("q", of_rows(d), q), ("k", of_keys(d), k), ("v", of_keys(e), v)]));
     inputs.extend(maker.floats([("out", of_rows(e), vec![0.0; b * t * hq * e]), ("dout", of_rows(e), dout)]));
+}
+
+/// Heads of as many elements show the order of sums over these, others that of sums over keys and queries.
+const WIDE: usize = 64;
+
+/// Sums over the elements of a head. Every p is 1 where q is 0, and each key is 1 in a column of its own, so dq shows g of each:
+/// the output with its gradient in one entry, the gradient with values in the next. In every third the scores are what survives of
+/// masks, in steps of 1/128, and dv shows p, of the first query alone.
+fn power_of_heads(maker: &Maker, [b, t, s, hq, hkv, d, e]: [usize; 7], inputs: &mut BTreeMap<String, Tensor>) {
+    let [mut q, mut k] = [b * t * hq * d, b * s * hkv * d].map(|len| vec![0.0; len]);
+    let [mut v, mut out, mut dout] = [b * s * hkv * e, b * t * hq * e, b * t * hq * e].map(|len| vec![0.0; len]);
+    let draw = maker.draw("power");
+    let masks = |draw: Draw, values: &mut [f64], dim: usize| {
+        values
+            .chunks_mut(dim)
+            .enumerate()
+            .for_each(|(row, to)| to.copy_from_slice(&power::mask(&draw, row, &vec![0; dim])));
+    };
+    for entry in 0..b {
+        let draw = draw.of(entry);
+        let (rows, keys) = (entry * t * hq..(entry + 1) * t * hq, entry * s * hkv..(entry + 1) * s * hkv);
+        let of = |places: &std::ops::Range<usize>, dim: usize| places.start * dim..places.end * dim;
+        dout[of(&rows, e)].fill(1.0);
+        let columns = |k: &mut [f64]| k.chunks_mut(d).enumerate().for_each(|(key, to)| to[key / hkv % d] = 1.0);
+        match entry % 3 {
+            0 => {
+                masks(draw, &mut out[of(&rows, e)], e);
+                columns(&mut k[of(&keys, d)]);
+            }
+            1 => {
+                masks(draw, &mut v[of(&keys, e)], e);
+                columns(&mut k[of(&keys, d)]);
+            }
+            _ => {
+                masks(draw, &mut q[of(&rows, d)], d);
+                let unit = (d as f64).sqrt() / (128.0 * power::UNIT);
+                k[of(&keys, d)].fill(unit);
+                dout[of(&rows, e)][hq * e..].fill(0.0);
+            }
+        }
+    }
+    let (of_rows, of_keys) = (|dim| vec![b, t, hq, dim], |dim| vec![b, s, hkv, dim]);
+    inputs.extend(maker.floats([("q", of_rows(d), q), ("k", of_keys(d), k), ("v", of_keys(e), v)]));
+    inputs.extend(maker.floats([("out", of_rows(e), out), ("dout", of_rows(e), dout)]));
 }
 
 /// What attention returns as lse, as a multiple of 2^-16, which no two mathematics libraries tell apart. That of sharp

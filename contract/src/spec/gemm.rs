@@ -12,11 +12,13 @@ pub(super) const SPEC: Spec = Spec {
 
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (m, n, k) = (maker.dim("M"), maker.dim("N"), maker.dim("K"));
-    let (x, w) = operands(maker, "x", [m, n, k]);
+    let (mut x, w) = operands(maker, "x", [m, n, k]);
+    let bias = maker.has("bias").then(|| match maker.fill {
+        Fill::Power => power::bias(maker, &mut x, &w, [n, k]),
+        _ => maker.values("bias", Fill::Normal, n, n),
+    });
     let mut inputs = maker.floats([("x", vec![m, k], x), ("w", vec![n, k], w)]);
-    if maker.has("bias") {
-        inputs.extend(maker.floats([("bias", vec![n], maker.values("bias", Fill::Normal, n, n))]));
-    }
+    inputs.extend(bias.map(|bias| maker.floats([("bias", vec![n], bias)])).unwrap_or_default());
     inputs
 }
 

@@ -130,7 +130,8 @@ fn row(x: &[f64], dy: &[f64]) -> Vec<(f64, f64)> {
     let zero = |x: f64| match (x - top) * std::f64::consts::LOG2_E {
         // Beside logits of some size, exponents are less certain.
         _ if top.abs() > 1e6 && x != top && x.is_finite() => Zero::Perhaps,
-        below if below < -103.0 => Zero::Surely,
+        // What drops no weight has one down to here.
+        below if below < -152.0 => Zero::Surely,
         below if below < -98.0 => Zero::Perhaps,
         _ => Zero::No,
     };
