@@ -17,6 +17,7 @@ _SEPARATE = ("gate_proj", "up_proj", "down_proj")
 _FAMILIES: dict[str, tuple[str, tuple[str, str, str]]] = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
     "minimax_m2": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "phimoe": ("block_sparse_moe", ("w1", "w3", "w2")),
     "lfm2_moe": ("feed_forward", ("w1", "w3", "w2")),
 }
 # Those whose folders hold all experts of a layer in one, as modules do.
@@ -30,6 +31,7 @@ _GRANITE = {
 _RENAMED = {
     "granitemoe": _GRANITE,
     "granitemoehybrid": _GRANITE,
+    "phimoe": {"mlp.router.weight": "block_sparse_moe.gate.weight"},
     "ernie4_5_moe": {"mlp.gate.moe_statics.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"},
 }
 
