@@ -887,8 +887,10 @@ fn logprob_gradients(dtype: DType, out: DType) -> Vec<Case> {
 /// Choices with groups and without, scores that tie, a bias, and rows of special values.
 fn routes(dtype: DType, out: DType) -> Vec<Case> {
     type Params = &'static [(&'static str, &'static str)];
-    let forms: [(usize, Params); 9] = [
+    let forms: [(usize, Params); 11] = [
         (4, &[("chosen", "2")]),
+        (16, &[("chosen", "2"), ("scoring", "sparsemixer"), ("jitter", "0.3")]),
+        (70, &[("chosen", "3"), ("scoring", "sparsemixer"), ("normalise", "1"), ("scale", "1.5")]),
         (70, &[("chosen", "5"), ("scoring", "sigmoid"), ("chosen_by", "logits")]),
         (8, &[("chosen", "8"), ("normalise", "1")]),
         (33, &[("chosen", "5"), ("normalise", "1"), ("scale", "2.5")]),
@@ -981,7 +983,9 @@ fn losses(op: &'static str) -> Vec<Case> {
 fn route_gradients(dtype: DType, out: DType) -> Vec<Case> {
     let mut cases = Vec::new();
     for (experts, chosen) in [(1, 1), (8, 8), (33, 5), (64, 6), (160, 8)] {
-        for (scoring, normalise) in [("softmax", "0"), ("softmax", "1"), ("sigmoid", "0"), ("sigmoid", "1")] {
+        let sparse = [("sparsemixer", "0"), ("sparsemixer", "1")].into_iter().filter(|_| chosen < 6);
+        let dense = [("softmax", "0"), ("softmax", "1"), ("sigmoid", "0"), ("sigmoid", "1")];
+        for (scoring, normalise) in dense.into_iter().chain(sparse) {
             let make = Maker::new("route_backward", dtype, out).float("logits", &[9, experts], 4.0);
             let rank =
                 |i: usize| if i % experts * 7 % experts < chosen { (i % experts * 7 % experts) as i32 } else { -1 };
@@ -989,7 +993,7 @@ fn route_gradients(dtype: DType, out: DType) -> Vec<Case> {
             let make = make.special("logits", experts).ints("rank", &[9, experts], &rank).param("scale", "2.5");
             let make =
                 make.param("chosen", &chosen.to_string()).param("scoring", scoring).param("normalise", normalise);
-            let mut case = make.case();
+            let mut case = if scoring == "sparsemixer" { make.param("jitter", "0.3") } else { make }.case();
             let dweight = (0..9 * experts).map(|i| (i * 37 % 101) as f32 / 16.0 - 3.0).collect();
             case.inputs.insert("dweight".into(), Tensor::fp32(&[9, experts], dweight));
             cases.push(case);
@@ -1348,7 +1352,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 67] = [
+const MUTANTS: [Mutant; 69] = [
     Mutant {
         name: "sink_of_the_first_head",
         change: Change {
@@ -1826,6 +1830,18 @@ const MUTANTS: [Mutant; 67] = [
         name: "group_worth_without_the_second_choice",
         change: Change { file: "route.cu", from: "if (choice.top_two) worth =", to: "if (false) worth =" },
         shapes: "route",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "first_expert_counts_for_the_second",
+        change: Change { file: "route.cu", from: "index[choice - before] == expert", to: "false" },
+        shapes: "route",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "gradient_of_the_last_rank",
+        change: Change { file: "route_backward.cu", from: "rank == 0 ? d :", to: "true ? d :" },
+        shapes: "route_backward",
         says: "elements differ",
     },
     Mutant {

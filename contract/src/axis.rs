@@ -1665,10 +1665,10 @@ mod tests {
     fn batch_sizes() {
         assert_eq!(sizes(1), [0; 0]);
         assert_eq!(sizes(20), [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17]);
-        assert_eq!(between(10, &mut |_| 0), [0; 0]);
-        assert_eq!(between(11, &mut |count| count - 1), [10]);
-        assert_eq!(between(65, &mut |_| 0), [10, 18, 34]);
-        assert_eq!(between(65, &mut |count| count - 1), [14, 30, 62]);
-        assert_eq!(between(40, &mut |count| count - 1), [14, 30, 39]);
+        assert_eq!(between(6, &mut |_| 0), [0; 0]);
+        assert_eq!(between(11, &mut |count| count - 1), [6, 10]);
+        assert_eq!(between(65, &mut |_| 0), [6, 10, 18, 34]);
+        assert_eq!(between(65, &mut |count| count - 1), [6, 14, 30, 62]);
+        assert_eq!(between(40, &mut |count| count - 1), [6, 14, 30, 39]);
     }
 }

@@ -149,6 +149,10 @@ MODELS = {
                                 rope_parameters=LONG), 24, "bf16"),
     "phi3-partial": ("Phi3", dict(BASE, num_hidden_layers=2, rope_parameters=dict(
         rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)), 24, "bf16"),
+    # Wide enough that more than one logit counts for some weights, and so narrow that few lie near its border.
+    "phimoe": ("Phimoe", dict(BASE, num_hidden_layers=2, intermediate_size=24, num_local_experts=6, router_jitter_noise=0.1,
+                              attention_bias=True, lm_head_bias=True, rope_parameters=dict(LONG, short_mscale=1.1, long_mscale=1.3)),
+               8, "bf16"),
     "mixtral": ("Mixtral", dict(BASE, num_hidden_layers=2, num_local_experts=6, num_experts_per_tok=2,
                                 sliding_window=None), 12, "bf16"),
     "qwen3-moe": ("Qwen3Moe", dict(BASE, head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
@@ -228,8 +232,20 @@ def experts_of(router, output):
     return chosen.sort(dim=-1).values
 
 
+def choices_of(router, output):
+    """What a rounding may decide otherwise: the experts, and by sparsemixer their order and which logits it leaves out of the weight of
+    each."""
+    chosen = experts_of(router, output)
+    if type(router).__name__ != "PhimoeTopKRouter":
+        return chosen
+    logits, _, selected = output
+    top, logits = logits.gather(-1, selected)[..., None], logits[..., None, :]
+    far = (top - logits) / torch.maximum(logits.abs(), top) > 2 * router.router_jitter_noise
+    return torch.cat([chosen, selected, far.flatten(-2).long()], -1)
+
+
 def run(folder, tokens, dtype, noise=None):
-    """Logits of the model in `folder`, and the experts that every router chose, in ascending order."""
+    """Logits of the model in `folder`, and the choices of every router, its experts in ascending order first."""
     if rwkv7.is_one(folder):
         logits, own = rwkv7.Reference(folder, dtype)(tokens).logits, rwkv7.Model(folder, dtype)(tokens).logits.detach()
         assert torch.equal(logits, own.float()), "the copy of the package computes something else"
@@ -238,7 +254,7 @@ def run(folder, tokens, dtype, noise=None):
     chosen = []
 
     def note(module, args, output):
-        chosen.append(experts_of(module, output).reshape(*tokens.shape, -1))
+        chosen.append(choices_of(module, output).reshape(*tokens.shape, -1))
 
     def disturb(module, args, output):
         return output * (1 + torch.randn(output.shape, generator=noise) / 128)
@@ -307,7 +323,8 @@ def make(name, out):
         raise SystemExit(f"{name}: no seed below 500 routes the same in fp32 and {own}")
     record = {"tokens": tokens.to(torch.int32), "logits.fp32": fp32.contiguous(), f"logits.{own}": low.contiguous()}
     if routing is not None:
-        record["routing"] = routing.to(torch.int32).contiguous()
+        experts = routing[..., :2] if kind == "Phimoe" else routing
+        record["routing"] = experts.to(torch.int32).contiguous()
     save_file(record, folder / "reference.safetensors", metadata=VERSIONS)
     error = (low.float() - fp32).abs()
     ours, theirs = (x.float().log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]) for x in (low, fp32))

@@ -34,7 +34,7 @@ SKETCH, WHOLE, BATCHES, SEQUENCES = 16, 160, 8, 64
 ENTROPY, WITH_ENTROPY = 0.02, ("gemma2", "qwen3", "qwen3-moe")
 # The one of phi3 is beyond its original positions.
 LENGTHS = {"phi3": 36, "mixtral": 12, "olmoe": 12, "qwen3-moe": 12, "qwen2-moe": 11, "granite-moe": 12, "granite-4-moe": 10, "nemotron-3": 16, "nemotron-3-latent": 10, "hunyuan-moe": 12, "glm4-moe": 12,
-           "minimax-m2": 12, "gpt-oss": 12, "ernie4-5-moe": 12, "llama4": 12, "dots1": 12, "lfm2-moe": 10, "jamba": 10, "qwen3-next": 12, "qwen3-5-moe": 12, "kimi-linear": 12, "deepseek-v2": 12, "deepseek-v3": 12}
+           "minimax-m2": 12, "gpt-oss": 12, "ernie4-5-moe": 12, "llama4": 12, "phimoe": 8, "dots1": 12, "lfm2-moe": 10, "jamba": 10, "qwen3-next": 12, "qwen3-5-moe": 12, "kimi-linear": 12, "deepseek-v2": 12, "deepseek-v3": 12}
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
@@ -83,14 +83,14 @@ def split(model, folder, gradients):
         return gradients
     family = model.config.model_type
     # Mixtral's names, and those of what is like it.
-    mixtral = family in ("mixtral", "minimax_m2")
+    mixtral = family in ("mixtral", "minimax_m2", "phimoe")
     gate, up, down = ("w1", "w3", "w2") if mixtral or family in ("lfm2_moe", "kimi_linear") else ("gate_proj", "up_proj", "down_proj")
     found = {}
     for name, gradient in gradients.items():
         if name.endswith("e_score_correction_bias"):
             continue
         if mixtral:
-            name = name.replace(".mlp.", ".block_sparse_moe.")
+            name = name.replace(".mlp.", ".block_sparse_moe.").replace(".router.", ".gate.")
         base = name.rsplit(".", 1)[0]
         if family == "olmo_hybrid" and name.split(".")[1] == "layers":
             recurs = model.config.layer_types[int(name.split(".")[2])] == "linear_attention"
@@ -192,13 +192,13 @@ def routing(model, tokens, noise=None):
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith(checkpoints.ROUTERS):
-            note = lambda module, args, out: chosen.append(checkpoints.experts_of(module, out))
+            note = lambda module, args, out: chosen.append(checkpoints.choices_of(module, out))
             hooks.append(module.register_forward_hook(note))
         elif noise and kind.endswith("DecoderLayer"):
             disturb = lambda module, args, out: out * (1 + torch.randn(out.shape, generator=noise) / 64)
             hooks.append(module.register_forward_hook(disturb))
-        # Sigmoid scores lie close to one another, and the first router stands before the first layer's end.
-        elif noise and kind == "MiniMaxM2Attention":
+        # Sigmoid scores lie close to one another, logits to what sparsemixer leaves out, and the first router stands before the first layer's end.
+        elif noise and kind in ("MiniMaxM2Attention", "PhimoeAttention"):
             disturb = lambda module, args, out: (out[0] * (1 + torch.randn(out[0].shape, generator=noise) / 64), *out[1:])
             hooks.append(module.register_forward_hook(disturb))
     with torch.no_grad():

@@ -29,6 +29,8 @@ pub struct Config {
     pub table: &'static str,
     /// That of the output projection, where it is a matrix of its own.
     pub head: &'static str,
+    /// Whether the output projection has a bias.
+    pub head_bias: bool,
     /// That of the table of learned positions, which are added to the embedded tokens, where there is one.
     pub positions: Option<&'static str>,
     /// That of a norm behind the embedding, where there is one.
@@ -150,6 +152,7 @@ impl Config {
             stack: "model.layers",
             table: "model.embed_tokens",
             head: "lm_head",
+            head_bias: false,
             positions: None,
             embed_norm: None,
             transposed: false,
@@ -218,6 +221,10 @@ impl Config {
             (sizes.into_iter().all(is_size), "sizes are 1 to 2147483647"),
             (layers <= MOST_LAYERS && self.extra_layers <= MOST_LAYERS, "layers are few"),
             (self.experts_in_all() <= MOST_EXPERTS, "experts are few"),
+            (
+                !self.head_bias || !self.tied && self.finish.is_none(),
+                "logits with a bias are as their own matrix makes them",
+            ),
             (self.first_time_mix().is_none_or(|plan| plan.first), "the first time mix reads v of no other"),
         ];
         let broken = checks.into_iter().find(|(holds, _)| !holds).map(|(_, rule)| rule);
@@ -1051,6 +1058,10 @@ mod tests {
                 json!({"architectures": ["Ministral3ForCausalLM"], "attention_dropout": 0.0, "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 262144, "model_type": "ministral3", "num_key_value_heads": 2, "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0, "rope_type": "yarn", "type": "yarn"}, "sliding_window": null, "tie_word_embeddings": true}),
             ),
             (
+                "Phi-3.5-MoE",
+                json!({"architectures": ["PhiMoEForCausalLM"], "attention_bias": true, "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_phimoe.PhiMoEConfig"}, "hidden_act": "silu", "hidden_dropout": 0.0, "initializer_range": 0.02, "input_jitter_noise": 0.01, "lm_head_bias": true, "max_position_embeddings": 131072, "model_type": "phimoe", "num_experts_per_tok": 2, "num_key_value_heads": 2, "num_local_experts": 16, "original_max_position_embeddings": 4096, "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_scaling": {"long_factor": vec![2.0; 6], "long_mscale": 1.243163121016122, "original_max_position_embeddings": 4096, "short_factor": vec![1.0; 6], "short_mscale": 1.243163121016122, "type": "longrope"}, "rope_theta": 10000.0, "router_aux_loss_coef": 0.0, "router_jitter_noise": 0.01, "sliding_window": 131072, "tie_word_embeddings": false}),
+            ),
+            (
                 "Llama-4-Scout (text)",
                 json!({"attention_bias": false, "attention_chunk_size": 8192, "attention_dropout": 0.0, "for_llm_compressor": false, "head_dim": 16, "hidden_act": "silu", "interleave_moe_layer_step": 1, "intermediate_size": 80, "intermediate_size_mlp": 160, "max_position_embeddings": 10485760, "model_type": "llama4_text", "no_rope_layers": [], "num_experts_per_tok": 1, "num_key_value_heads": 2, "num_local_experts": 16, "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "tie_word_embeddings": false, "use_qk_norm": true}),
             ),
@@ -1147,6 +1158,47 @@ mod tests {
         ] {
             let found = kimi(changes).unwrap_err();
             assert!(found.contains(refused), "{refused}: {found}");
+        }
+    }
+
+    /// Phi-3.5-MoE: factors of cosines and sines by the length, how far logits count, a bias of the head; what its code does not do.
+    #[test]
+    fn phimoe_is_read() {
+        let phimoe = |changes: Value| {
+            let scaled = json!({"rope_type": "longrope", "rope_theta": 1e4, "short_factor": vec![1.0; 8], "long_factor": vec![2.0; 8], "original_max_position_embeddings": 64, "short_mscale": 1.25, "long_mscale": 1.5});
+            read("phimoe", with(&json!({"num_local_experts": 8, "rope_parameters": scaled}), changes))
+        };
+        let config = phimoe(json!({"lm_head_bias": true, "router_jitter_noise": 0})).unwrap();
+        let rotary = &config.rotary[0];
+        assert_eq!([64, 65].map(|length| rotary.factor_at(length, 9)), [1.25, 1.5]);
+        assert_eq!((config.head_bias, config.trained_length(), config.windows()), (true, Some(64), vec![None; 2]));
+        let jitter = |config: &Config| config.experts().next().unwrap().scoring;
+        assert_eq!(jitter(&config), samebits_ops::Scoring::SparseMixer { jitter: 0.0 });
+        let plain = phimoe(json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})).unwrap();
+        assert_eq!(jitter(&plain), samebits_ops::Scoring::SparseMixer { jitter: 0.01 });
+        let rope = |more: Value| {
+            let own = json!({"rope_type": "longrope", "rope_theta": 1e4, "short_factor": vec![1.0; 8], "long_factor": vec![2.0; 8], "original_max_position_embeddings": 64});
+            json!({"rope_parameters": with(&own, more)})
+        };
+        for (changes, refused) in [
+            (rope(json!({"short_mscale": 1.0})), "`rope_parameters.long_mscale` is missing"),
+            (rope(json!({"short_mscale": 0, "long_mscale": 1.0})), "`rope_parameters.short_mscale` is 0"),
+            (
+                rope(json!({"short_mscale": 1.0, "long_mscale": 1e60})),
+                "`rope_parameters.long_mscale` makes the factor of cosines and sines inf",
+            ),
+            (
+                json!({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2}}),
+                "`rope_parameters.rope_type` is \"yarn\"",
+            ),
+            (json!({"router_jitter_noise": -0.1}), "`router_jitter_noise` is -0.1"),
+            (json!({"num_experts_per_tok": 3}), "`num_experts_per_tok` is 3; supported is 2"),
+            (json!({"num_local_experts": 1}), "`num_local_experts` is 1"),
+            (json!({"lm_head_bias": true, "tie_word_embeddings": true}), "`lm_head_bias` is true"),
+            (json!({"hidden_act": "gelu"}), "`hidden_act` is \"gelu\""),
+        ] {
+            let found = phimoe(changes.clone()).unwrap_err();
+            assert!(found.contains(refused), "{changes}: {found}");
         }
     }
 

@@ -46,6 +46,7 @@ mod olmo_hybrid;
 mod olmoe;
 mod parts;
 mod phi3;
+mod phimoe;
 mod qwen2;
 mod qwen2_moe;
 mod qwen3;
@@ -118,6 +119,7 @@ const ALL: &[Family] = &[
     nemotron::FAMILY,
     ministral3::FAMILY,
     llama4::FAMILY,
+    phimoe::FAMILY,
     apertus::FAMILY,
     nemotron_h::FAMILY,
     falcon_h1::FAMILY,

@@ -95,6 +95,8 @@ pub enum Scaling {
         short: Vec<f64>,
         /// Divisors of long ones.
         long: Vec<f64>,
+        /// Factor of every cosine and sine of long ones, in the place of that of the others.
+        factor: f32,
         /// Positions up to which a text is short.
         original: usize,
     },
@@ -123,6 +125,8 @@ pub(crate) struct Asked<'a> {
     pub stretched: bool,
     /// Whether queries grow with their positions, by `llama_4_scaling_beta`.
     pub grows: bool,
+    /// Whether folders say the factors of cosines and sines of short and of long texts, `short_mscale` and `long_mscale`.
+    pub mscales: bool,
     /// Whether folders divide frequencies between the axes of a grid, on which a text has the same position in each.
     pub grids: bool,
     /// The base where the folder says none; without, it must be said.
@@ -136,7 +140,8 @@ pub(crate) struct Asked<'a> {
 /// Reads `rope_parameters` (new), `rope_scaling`, `rope_theta`, `partial_rotary_factor` and
 /// `original_max_position_embeddings` (old). A value that stands in two places must be the same in both.
 pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
-    let Asked { head_dim, partial, renamed, stretched, grows, grids, theta: default_theta, max_positions, of } = asked;
+    let Asked { head_dim, partial, renamed, stretched, grows, mscales, grids, .. } = asked;
+    let Asked { theta: default_theta, max_positions, of, .. } = asked;
     // Value and the name to refuse it by, for each key.
     let mut found: BTreeMap<&str, (String, &Value)> = BTreeMap::new();
     let mut note = |key: &'static str, name: String, value| match found.insert(key, (name.clone(), value)) {
@@ -157,7 +162,7 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
             let name = format!("{place}.{key}");
             // The kind has two spellings.
             let key = if key == "type" { "rope_type" } else { key };
-            let own = [("alpha", stretched), (BETA, grows)];
+            let own = [("alpha", stretched), (BETA, grows), ("short_mscale", mscales), ("long_mscale", mscales)];
             let mut own = own.iter().filter(|(_, asked)| *asked).map(|(key, _)| key);
             match KEYS.iter().find(|known| **known == key).or_else(|| own.find(|known| **known == key)) {
                 Some(key) => note(key, name, value),
@@ -292,16 +297,13 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
         }
         "longrope" => {
             let factor = number("factor").unwrap_or(max_positions as f64 / original.max(1) as f64);
-            let attention = number("attention_factor").unwrap_or_else(|| {
-                if factor > 1.0 && original < 2 {
-                    f.refuse(name(ORIGINAL), format!("is {original}; \"longrope\" needs at least 2"));
-                }
-                let natural = libm::sqrt(1.0 + libm::log(factor) / libm::log(original as f64));
-                if factor <= 1.0 || original < 2 { 1.0 } else { natural }
-            });
-            let keys = &["factor", ORIGINAL, "attention_factor", "short_factor", "long_factor"];
+            let attention = number("attention_factor");
+            let [of_short, of_long] = match mscales {
+                true => ["short_mscale", "long_mscale"].map(|key| factor_within(f, name(key), required(key))),
+                false => [attention.unwrap_or_else(|| natural(f, name(ORIGINAL), factor, original)); 2],
+            };
             let (short, long) = (divisors("short_factor"), divisors("long_factor"));
-            (keys, Scaling::Long { short, long, original }, attention)
+            (&LONG, Scaling::Long { short, long, factor: of_long as f32, original }, of_short)
         }
         _ => {
             let why = format!(
@@ -319,11 +321,7 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
             f.refuse(name.clone(), format!("is {value}, but rope_type \"{kind}\" does not read {key}"));
         }
     }
-    let factor = factor as f32;
-    if !(factor > 0.0 && factor.is_finite()) {
-        let why = format!("makes the factor of cosines and sines {factor}; it must be above 0 within f32");
-        f.refuse(name("attention_factor"), why);
-    }
+    let factor = factor_within(f, name("attention_factor"), factor) as f32;
     for key in [BETA, ORIGINAL].into_iter().filter(|key| grows && !found.contains_key(key)) {
         f.refuse(name(key), "is missing; queries grow with their positions by it");
     }
@@ -337,6 +335,24 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
         f.refuse(name("rope_type"), format!("is \"{kind}\", whose frequencies are not finite with these numbers"));
     }
     rotary
+}
+
+/// A factor of cosines and sines that `field` makes, which must be above 0 within f32.
+fn factor_within(f: &Fields, field: String, factor: f64) -> f64 {
+    if !(factor as f32 > 0.0 && (factor as f32).is_finite()) {
+        let why = format!("makes the factor of cosines and sines {}; it must be above 0 within f32", factor as f32);
+        f.refuse(field, why);
+    }
+    factor
+}
+
+/// What LongRoPE multiplies cosines and sines by for a stretch of `factor`, where `field` has the length of the training.
+fn natural(f: &Fields, field: String, factor: f64, original: usize) -> f64 {
+    if factor > 1.0 && original < 2 {
+        f.refuse(field, format!("is {original}; \"longrope\" needs at least 2"));
+    }
+    let natural = libm::sqrt(1.0 + libm::log(factor) / libm::log(original as f64));
+    if factor <= 1.0 || original < 2 { 1.0 } else { natural }
 }
 
 /// Whether a number asks for nothing: a factor of 1 scales nothing, and an alpha of 0 is none.
@@ -393,6 +409,10 @@ const BETA: &str = "llama_4_scaling_beta";
 const OTHERS: [&str; 8] =
     ["alpha", "axial", "beta", BETA, "long_mscale", "mrope_interleaved", "mrope_section", "short_mscale"];
 
+/// Those that "longrope" reads, the last two of them where folders say the factors of cosines and sines.
+const LONG: [&str; 7] =
+    ["factor", ORIGINAL, "attention_factor", "short_factor", "long_factor", "short_mscale", "long_mscale"];
+
 /// Those that "yarn" reads.
 const YARN: [&str; 8] =
     ["factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"];
@@ -434,11 +454,15 @@ impl Rotary {
         }
     }
 
-    /// The factor of cosines and sines of a position.
-    pub(crate) fn factor_at(&self, position: i32) -> f32 {
-        let Some(Growth { beta, original, first }) = self.growth else { return self.factor };
+    /// The factor of cosines and sines of a position, in a sequence that declared `length` positions.
+    pub(crate) fn factor_at(&self, length: usize, position: i32) -> f32 {
+        let factor = match self.scaling {
+            Scaling::Long { factor, original, .. } if length > original => factor,
+            _ => self.factor,
+        };
+        let Some(Growth { beta, original, first }) = self.growth else { return factor };
         let passed = first.saturating_add(position as usize) / original.max(1);
-        self.factor * (1.0 + beta * libm::log(1.0 + passed as f64)) as f32
+        factor * (1.0 + beta * libm::log(1.0 + passed as f64)) as f32
     }
 
     /// The frequencies between which YaRN's ramp lies.
@@ -494,7 +518,7 @@ impl Rotary {
                     }
                 }))
             }
-            Scaling::Long { short, long, original } => {
+            Scaling::Long { short, long, original, .. } => {
                 let divisors = if length > *original { long } else { short };
                 round(&mut plain(self.theta).zip(divisors).map(|(f, divisor)| f / divisor))
             }
@@ -540,9 +564,11 @@ mod tests {
         // No ramp: 19.9 and 62.8 on either side of 32.
         let llama3 = freq(Scaling::Llama3 { factor: 8.0, low: 2.0, high: 2.0, original: 64 }, 1);
         assert_eq!(llama3[1..3], [plain[1], plain[2] / 8.0]);
-        let long = Scaling::Long { short: vec![1.0; 8], long: vec![2.0; 8], original: 32 };
+        let long = Scaling::Long { short: vec![1.0; 8], long: vec![2.0; 8], factor: 3.0, original: 32 };
         assert_eq!(freq(long.clone(), 32), plain);
-        assert_eq!(freq(long, 33)[1], plain[1] / 2.0);
+        assert_eq!(freq(long.clone(), 33)[1], plain[1] / 2.0);
+        let long = Rotary { scaling: long, factor: 1.5, ..Rotary::default() };
+        assert_eq!([32, 33].map(|length| long.factor_at(length, 40)), [1.5, 3.0]);
     }
 
     /// The ends of the ramp, by hand: a frequency number i is divided by 4 in part, `(i - low) / (high - low)`.
@@ -571,12 +597,12 @@ mod tests {
     fn queries_grow_by_hand() {
         let rotary = |growth| Rotary { factor: 1.5, growth, ..Rotary::default() };
         let growing = rotary(Some(Growth { beta: 0.25, original: 16, first: 0 }));
-        assert_eq!([0, 15].map(|at| growing.factor_at(at)), [1.5; 2]);
+        assert_eq!([0, 15].map(|at| growing.factor_at(1, at)), [1.5; 2]);
         let by_hand = |n: f64| 1.5 * (1.0 + 0.25 * n.ln()) as f32;
-        assert_eq!([16, 31, 32, 63].map(|at| growing.factor_at(at)), [2.0, 2.0, 3.0, 4.0].map(by_hand));
+        assert_eq!([16, 31, 32, 63].map(|at| growing.factor_at(1, at)), [2.0, 2.0, 3.0, 4.0].map(by_hand));
         let from_one = rotary(Some(Growth { beta: 0.25, original: 16, first: 1 }));
-        assert_eq!([14, 15, 30, 31].map(|at| from_one.factor_at(at)), [1.0, 2.0, 2.0, 3.0].map(by_hand));
-        assert_eq!(rotary(None).factor_at(99), 1.5);
+        assert_eq!([14, 15, 30, 31].map(|at| from_one.factor_at(1, at)), [1.0, 2.0, 2.0, 3.0].map(by_hand));
+        assert_eq!(rotary(None).factor_at(1, 99), 1.5);
     }
 
     #[test]

@@ -205,7 +205,7 @@ fn angles(
         by_limit.entry(limit).or_insert_with(|| rotary.inv_freq(limit));
         limits.extend(step.rows_of(i).map(|_| limit));
     }
-    RopeTable::each(cpu, rotary.dim / 2, |t| &by_limit[&limits[t]], pos, |t| rotary.factor_at(pos[t]))
+    RopeTable::each(cpu, rotary.dim / 2, |t| &by_limit[&limits[t]], pos, |t| rotary.factor_at(limits[t], pos[t]))
 }
 
 /// A form of steps with one token to each sequence. They come again and again: the second of a form is recorded, and

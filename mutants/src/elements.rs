@@ -275,6 +275,14 @@ pub const MUTATIONS: &[Mutation] = &[
         },
     },
     Mutation {
+        name: "every_logit_counts",
+        about: "The weights of sparsemixer are softmaxes of all experts that were not chosen before.",
+        op: "route",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| mutant.asked(case, |case| drop(case.params.insert("jitter".into(), "1e30".into()))),
+    },
+    Mutation {
         name: "experts_chosen_by_scores",
         about: "Experts are chosen by scores where their logits should decide.",
         op: "route",

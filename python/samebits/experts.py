@@ -19,6 +19,7 @@ _SEPARATE = ("gate_proj", "up_proj", "down_proj")
 _FAMILIES: dict[str, tuple[str, tuple[str, str, str]]] = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
     "minimax_m2": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "phimoe": ("block_sparse_moe", ("w1", "w3", "w2")),
     "lfm2_moe": ("feed_forward", ("w1", "w3", "w2")),
     "kimi_linear": ("block_sparse_moe", ("w1", "w3", "w2")),
 }
@@ -41,6 +42,7 @@ _RENAMED = {
     "granitemoe": _GRANITE,
     "granitemoehybrid": _GRANITE,
     "kimi_linear": {f"self_attn.forget_gate.{name}": f"self_attn.{name}" for name in _KIMI} | {name: name for name in _DENSE},
+    "phimoe": {"mlp.router.weight": "block_sparse_moe.gate.weight"},
     "ernie4_5_moe": {"mlp.gate.moe_statics.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"},
 }
 

@@ -2209,7 +2209,8 @@ def route(
     bias: T | None = None,
     *,
     chosen: int = 1,
-    scoring: Literal["softmax", "sigmoid"] = 'softmax',
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"] = 'softmax',
+    jitter: float = 0.01,
     chosen_by: Literal["scores", "logits"] = 'scores',
     groups: int = 1,
     top_groups: int = 1,
@@ -2228,7 +2229,8 @@ def route(
 
     Attributes:
         chosen (1): how many experts a token has; a whole number of at least 1
-        scoring ('softmax'): how logits become scores; softmax or sigmoid
+        scoring ('softmax'): how logits become scores; softmax, sigmoid or sparsemixer
+        jitter (0.01): for sparsemixer, how far below the chosen logit, as half a share, others count for its weight; read as f64; a finite number from 0 to 1.7014117331926443e38
         chosen_by ('scores'): what decides the choice, beside the bias; scores or logits
         groups (1): groups of experts of one size; a whole number of at least 1
         top_groups (1): groups that experts are chosen from; a whole number of at least 1
@@ -2256,7 +2258,8 @@ def route_backward(
     dweight: T,
     *,
     chosen: int = 1,
-    scoring: Literal["softmax", "sigmoid"] = 'softmax',
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"] = 'softmax',
+    jitter: float = 0.01,
     normalise: bool = False,
     scale: float = 1.0,
     profile: Literal["ieee"] = 'ieee',
@@ -2274,7 +2277,8 @@ def route_backward(
 
     Attributes:
         chosen (1): how many experts a token has; a whole number of at least 1
-        scoring ('softmax'): how logits become scores; softmax or sigmoid
+        scoring ('softmax'): how logits become scores; softmax, sigmoid or sparsemixer
+        jitter (0.01): for sparsemixer, how far below the chosen logit, as half a share, others count for its weight; read as f64; a finite number from 0 to 1.7014117331926443e38
         normalise (False): `1`: weights are divided by their sum; True or False
         scale (1.0): weights are multiplied with it; read as f64, rounded to f32; a finite number from -3.4028235e38 to 3.4028235e38
         profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee

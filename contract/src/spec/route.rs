@@ -55,10 +55,12 @@ fn compute(c: &Checked) -> References {
     let (groups, top) = (c.count("groups"), c.count("top_groups"));
     let bias = c.case.inputs.get("bias").map(Tensor::to_f64);
     let scale = f32_of(c.float("scale"));
-    let (sigmoid, by_logits) = (c.word("scoring") == "sigmoid", c.word("chosen_by") == "logits");
+    let sigmoid = c.word("scoring") == "sigmoid";
+    let limit = limit(c);
+    let by_logits = limit.is_some() || c.word("chosen_by") == "logits";
     let (mut ranks, mut weights) = (Vec::new(), Vec::new());
     for row in c.floats("logits").chunks(e) {
-        let scores = scores(row, sigmoid);
+        let scores = if limit.is_some() { row.to_vec() } else { scores(row, sigmoid) };
         let decides = if by_logits { row } else { &scores[..] };
         let choice: Vec<f64> = match &bias {
             None => decides.to_vec(),
@@ -85,6 +87,13 @@ fn compute(c: &Checked) -> References {
         let taken: Vec<usize> = order(&values, &mut doubtful, chosen).into_iter().map(|i| left[i]).collect();
         // Nothing of a logit is rounded.
         doubtful &= !by_logits || bias.is_some() || c.word("group_worth") == "top_two";
+        if let Some(limit) = limit {
+            let known = |(value, condition): (f64, f64)| (value, if doubtful { f64::INFINITY } else { condition });
+            let of_row = sparse(row, &taken, limit, c.flag("normalise"), scale);
+            ranks.extend(of_row.iter().map(|element| known((element.0, 0.0))));
+            weights.extend(of_row.iter().map(|element| known(element.1)));
+            continue;
+        }
         let total: f64 = taken.iter().map(|&i| scores[i]).sum::<f64>() + if sigmoid { 1e-20 } else { 0.0 };
         for i in 0..e {
             let Some(rank) = taken.iter().position(|&t| t == i) else {
@@ -111,6 +120,38 @@ fn compute(c: &Checked) -> References {
         ("rank".to_string(), Reference::new(shape.clone(), ranks)),
         ("weight".to_string(), Reference::new(shape, weights)),
     ])
+}
+
+/// Rank and weight of each expert of a row by sparsemixer.
+fn sparse(row: &[f64], taken: &[usize], limit: f64, normalise: bool, scale: f64) -> Vec<(f64, (f64, f64))> {
+    let shares = taken.iter().enumerate().map(|(rank, &i)| share(row, &taken[..rank], i, limit)[i]);
+    let shares: Vec<(f64, f64)> = shares.collect();
+    let all = route_backward::known_sum(&shares);
+    let element = |i: usize| {
+        let Some(rank) = taken.iter().position(|&t| t == i) else { return (-1.0, (0.0, 0.0)) };
+        let (w, error) = if normalise { route_backward::quotient(shares[rank], all) } else { shares[rank] };
+        (rank as f64, (w * scale, error * scale.abs() + (w * scale).abs() + FLOOR))
+    };
+    (0..row.len()).map(element).collect()
+}
+
+/// Twice the jitter of sparsemixer, in f32; `None` for another scoring.
+pub(super) fn limit(c: &Checked) -> Option<f64> {
+    (c.word("scoring") == "sparsemixer").then(|| f32_of(2.0 * c.float("jitter")))
+}
+
+/// The softmax of what counts for the weight of an expert that sparsemixer has chosen behind others; nothing is known of it where
+/// rounding decides what counts.
+pub(super) fn share(row: &[f64], before: &[usize], chosen: usize, limit: f64) -> Vec<(f64, f64)> {
+    let (top, mut doubtful) = (row[chosen], false);
+    let near = row.iter().enumerate().map(|(i, &x)| {
+        let far = (top - x) / if x.abs() < top { top } else { x.abs() };
+        doubtful |= !before.contains(&i) && (far - limit).abs() < 1e-6 * limit.max(1e-6);
+        if far > limit || before.contains(&i) { f64::NEG_INFINITY } else { x }
+    });
+    let near: Vec<f64> = near.collect();
+    let shares = softmax::shares(&near).into_iter();
+    shares.map(|(value, condition)| (value, if doubtful { f64::INFINITY } else { condition })).collect()
 }
 
 /// Softmax or sigmoid of a row.

@@ -38,6 +38,10 @@ fn compute(c: &Checked) -> References {
     for ((logits, dweight), rank) in logits.chunks(e).zip(dweight.chunks(e)).zip(c.ints("rank").chunks(e)) {
         let place = |r: usize| rank.iter().position(|&rank| rank == r as i32).expect("checked");
         let taken: Vec<usize> = (0..chosen).map(place).collect();
+        if let Some(limit) = route::limit(c) {
+            elements.extend(by_shares(logits, dweight, &taken, (limit, scale, normalise)));
+            continue;
+        }
         let s: Vec<(f64, f64)> =
             if sigmoid { logits.iter().map(|&x| score(x)).collect() } else { softmax::shares(logits) };
         let of_taken: Vec<(f64, f64)> = taken.iter().map(|&i| s[i]).collect();
@@ -54,6 +58,37 @@ fn compute(c: &Checked) -> References {
         }));
     }
     one("dlogits", Reference::new(vec![c.dim("T"), e], elements))
+}
+
+/// That of one token by sparsemixer: the gradient of the softmax of each rank, added.
+fn by_shares(
+    logits: &[f64],
+    dweight: &[f64],
+    taken: &[usize],
+    (limit, scale, normalise): (f64, f64, bool),
+) -> Vec<(f64, f64)> {
+    let shares = taken.iter().enumerate().map(|(rank, &i)| route::share(logits, &taken[..rank], i, limit));
+    let shares: Vec<Vec<(f64, f64)>> = shares.collect();
+    let of_taken: Vec<(f64, f64)> = shares.iter().zip(taken).map(|(shares, &i)| shares[i]).collect();
+    let a: Vec<(f64, f64)> = taken.iter().map(|&i| scaled(dweight[i], scale)).collect();
+    let a = if normalise { normalised(&a, &of_taken, 0.0) } else { a };
+    let element = |i: usize| {
+        let ranks = shares.iter().zip(taken).zip(a.iter().zip(&of_taken)).map(|((shares, &own), (&a, &share))| {
+            let whole = sum_of_products(&[a], &[share]);
+            product(shares[i], difference(if own == i { a } else { (0.0, 0.0) }, whole))
+        });
+        ranks.reduce(|sum, d| {
+            let value = sum.0 + d.0;
+            known(value, sum.1 + d.1 + value.abs(), sum.0.abs() + d.0.abs())
+        })
+    };
+    (0..logits.len()).map(|i| element(i).expect("one is chosen")).collect()
+}
+
+/// A sum of numbers with errors, none below 0.
+pub(super) fn known_sum(all: &[(f64, f64)]) -> (f64, f64) {
+    let sum: f64 = all.iter().map(|x| x.0).sum();
+    (sum, all.iter().map(|x| x.1).sum::<f64>() + sum * all.len() as f64)
 }
 
 /// A gradient times the scale, of which nothing is known where it may overflow.
@@ -103,8 +138,8 @@ pub(super) fn quotient(a: (f64, f64), b: (f64, f64)) -> (f64, f64) {
 
 /// `(a - chain(a * s / S)) / S`, S the sum of s and `more`.
 fn normalised(a: &[(f64, f64)], s: &[(f64, f64)], more: f64) -> Vec<(f64, f64)> {
-    let sum: f64 = s.iter().map(|s| s.0).sum::<f64>() + more;
-    let sum = (sum, s.iter().map(|s| s.1).sum::<f64>() + sum * s.len() as f64);
+    let (sum, error) = known_sum(s);
+    let sum = (sum + more, error + more * s.len() as f64);
     let shares: Vec<(f64, f64)> = s.iter().map(|&s| quotient(s, sum)).collect();
     let common = sum_of_products(a, &shares);
     a.iter().map(|&a| quotient(difference(a, common), sum)).collect()

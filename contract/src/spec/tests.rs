@@ -819,6 +819,8 @@ fn params_of(spec: &Spec) -> &'static [&'static [(&'static str, &'static str)]] 
             &[("chosen", "2"), ("normalise", "1"), ("scale", "2.5")],
             &[("chosen", "2"), ("scoring", "sigmoid"), ("scale", "-1.5")],
             &[("chosen", "3"), ("scoring", "sigmoid"), ("normalise", "1")],
+            &[("chosen", "2"), ("scoring", "sparsemixer"), ("jitter", "0.4"), ("scale", "2.5")],
+            &[("chosen", "3"), ("scoring", "sparsemixer"), ("jitter", "3"), ("normalise", "1")],
         ],
         "attention_backward" => &[
             &[],

@@ -128,6 +128,7 @@ pub(super) fn asked<'a>(c: &Config, head_dim: usize, theta: Option<f64>) -> Aske
         renamed: false,
         stretched: false,
         grows: false,
+        mscales: false,
         grids: false,
         theta,
         max_positions: c.max_positions,

@@ -49,7 +49,8 @@ impl Embedding {
             }
             (None, table, of_tokens)
         };
-        let head = Linear::new(loader.cpu, Source::whole(name.into(), vocab), head, None, loader.packs)?;
+        let bias = loader.bias(own, vocab, c.head_bias)?;
+        let head = Linear::new(loader.cpu, Source::whole(name.into(), vocab), head, bias, loader.packs)?;
         let positions = match c.positions {
             Some(name) => Some((loader.matrix(name, c.max_positions, hidden)?, format!("{name}.weight"))),
             None => None,

@@ -46,6 +46,11 @@ impl Head {
         Head { linear, finish: finish.map(|finish| (finish, attributes(finish))) }
     }
 
+    /// Whether logits are the product as it is.
+    fn is_product(&self) -> bool {
+        self.finish.is_none() && self.linear.bias(0).is_none()
+    }
+
     /// `a[rows,hidden]` to logits `[rows,V]`.
     pub fn logits(&self, pass: &mut Pass, a: TensorRef) -> Result<Tensor, ModelError> {
         let logits = self.linear.apply(pass, a, DType::Fp32)?;
@@ -87,7 +92,7 @@ impl Head {
     ) -> Result<Logprobs, ModelError> {
         let (n, at) = (targets.len(), Attributes::new().with("temperature", temperature));
         let (mut logprob, mut lse) = (pass.empty(DType::Fp32, &[n])?, pass.empty(DType::Fp32, &[n])?);
-        if self.finish.is_none() && !with_entropy {
+        if self.is_product() && !with_entropy {
             let inputs = [("x", a.view()), ("w", self.linear.matrix(0)), ("target", TensorRef::new(targets, &[n])?)];
             let outputs = [("logprob", logprob.view_mut()), ("lse", lse.view_mut())];
             pass.op("linear_logprob", &at, &inputs, outputs)?;
@@ -121,7 +126,7 @@ impl Head {
         let of_logits = Attributes::new().with("temperature", temperature);
         let (n, head) = (targets.len(), &self.linear);
         let mut da = back.pass.empty(DType::Fp32, a.shape())?;
-        if self.finish.is_some() || dentropy.is_some() {
+        if !self.is_product() || dentropy.is_some() {
             for rows in tiles(n) {
                 // The logits of a few rows at a time: a chain over tokens goes on from tile to tile.
                 let few = rows.len();
@@ -147,8 +152,12 @@ impl Head {
                     back.pass.op("entropy_backward", &of_logits, &inputs, [("dlogits", more.view_mut())])?;
                     dfinished = back.sum(dfinished, more)?;
                 }
-                let dlogits = self.finished_backward(back, &logits, &dfinished)?;
                 let (x, mask) = (a.rows(rows.clone()), &back.mask[rows.clone()]);
+                if head.bias(0).is_some() {
+                    // Nothing else is done to the logits then.
+                    back.add_bias(head.source(0), dfinished.view(), mask)?;
+                }
+                let dlogits = self.finished_backward(back, &logits, &dfinished)?;
                 back.add_matrix(head.source(0), x, dlogits.view(), mask)?;
                 let dx = head.input_gradient(back, 0, dlogits.view(), DType::Fp32)?;
                 back.write_rows(&dx, &mut da, rows.start)?;

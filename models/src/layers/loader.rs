@@ -75,7 +75,8 @@ impl Loader<'_, '_> {
         })
     }
 
-    fn bias(&mut self, part: &str, n: usize, bias: bool) -> Result<Option<Tensor>, ModelError> {
+    /// `b[n]`, where there is one.
+    pub fn bias(&mut self, part: &str, n: usize, bias: bool) -> Result<Option<Tensor>, ModelError> {
         bias.then(|| self.weights.tensor(&self.name(&format!("{part}.bias")), self.dtype, &[n])).transpose()
     }
 

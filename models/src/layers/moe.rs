@@ -498,12 +498,12 @@ impl Moe {
             (rank[place], spread[place]) = ((choice % chosen) as i32, dweight);
         }
         let (rank, spread) = (Tensor::new(rank, &[n, count])?, Tensor::new(spread, &[n, count])?);
-        let scoring = if scoring == Scoring::Sigmoid { "sigmoid" } else { "softmax" };
-        let attributes = Attributes::new()
-            .with("chosen", chosen)
-            .with("scoring", scoring)
-            .with("normalise", normalise)
-            .with("scale", scale);
+        let attributes = match scoring {
+            Scoring::Softmax => Attributes::new().with("scoring", "softmax"),
+            Scoring::Sigmoid => Attributes::new().with("scoring", "sigmoid"),
+            Scoring::SparseMixer { jitter } => Attributes::new().with("scoring", "sparsemixer").with("jitter", jitter),
+        };
+        let attributes = attributes.with("chosen", chosen).with("normalise", normalise).with("scale", scale);
         let mut dlogits = back.pass.empty(DType::Fp32, logits.shape())?;
         let inputs = [("logits", logits.view()), ("rank", rank.view()), ("dweight", spread.view())];
         back.pass.op("route_backward", &attributes, &inputs, [("dlogits", dlogits.view_mut())])?;

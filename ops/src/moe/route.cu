@@ -1,5 +1,5 @@
 // Choice of experts: logits[T,E], bias[E]? -> index[T,K], weight[T,K]: route.rs. A warp takes a token. Scores are the
-// softmax, which another kernel has made, or the sigmoid of the logits. Groups and experts are taken one after the
+// softmax, which another kernel has made, the sigmoid of the logits, or these. Groups and experts are taken one after the
 // other: the largest that is left, the lowest index among equals.
 #include "math.cuh"
 #include "rank.cuh"
@@ -7,15 +7,18 @@
 // What the kernel is told; the same struct is in route.rs.
 struct Choice {
     int experts, chosen, groups, top_groups;
-    // Whether scores are sigmoids, whether logits decide the choice, whether there is a bias, whether a group is worth
-    // its two largest choices, and whether weights are divided by their sum.
-    int sigmoid, by_logits, has_bias, top_two, normalise;
+    // What scores are: softmaxes, sigmoids or logits.
+    int scoring;
+    // Whether logits decide the choice, whether there is a bias, whether a group is worth its two largest choices, and
+    // whether weights are divided by their sum.
+    int by_logits, has_bias, top_two, normalise;
     float scale;
 };
 
 DEVICE float score_of(const Choice &choice, GLOBAL(const In) logits, GLOBAL(const float) softmax, long long at) {
-    if (!choice.sigmoid) return softmax[at];
-    return sigmoid(widen(static_cast<In>(logits[at])));
+    if (choice.scoring == 0) return softmax[at];
+    float logit = widen(static_cast<In>(logits[at]));
+    return choice.scoring == 1 ? sigmoid(logit) : logit;
 }
 
 // The place of the largest of `count` ranks, which becomes 0: taken. All threads return it.
@@ -31,6 +34,21 @@ DEVICE int take_largest(SHARED_POINTER(unsigned) ranks, int count) {
     if (threadIdx.x == 0) ranks[place] = 0u;
     __syncwarp();
     return static_cast<int>(place);
+}
+
+// The weights of a token from the scores of its experts, to whose sum `more` is added where there is any.
+template <class Score>
+DEVICE void weigh(Score score, int chosen, int normalise, float more, float scale, GLOBAL(float) weight) {
+    float sum = 0.0f;
+    if (normalise) {
+        for (int rank = 0; rank < chosen; rank++) sum = __fadd_rn(sum, score(rank));
+        if (more > 0.0f) sum = __fadd_rn(sum, more);
+    }
+    for (int rank = 0; rank < chosen; rank++) {
+        float w = score(rank);
+        if (normalise) w = __fdiv_rn(w, sum);
+        weight[rank] = narrow<fp32>(__fmul_rn(w, scale));
+    }
 }
 
 KERNEL(32, 16) route(Choice choice, GLOBAL(const In) logits, GLOBAL(const float) softmax, GLOBAL(const In) bias,
@@ -84,14 +102,35 @@ KERNEL(32, 16) route(Choice choice, GLOBAL(const In) logits, GLOBAL(const float)
         }
     }
     if (lane != 0) return;
-    float sum = 0.0f;
-    if (choice.normalise) {
-        for (int rank = 0; rank < choice.chosen; rank++) sum = __fadd_rn(sum, weights[rank]);
-        if (choice.sigmoid) sum = __fadd_rn(sum, ROUTE_SUM);
+    auto score = [&](int rank) { return static_cast<float>(weights[rank]); };
+    float more = choice.scoring == 1 ? ROUTE_SUM : 0.0f;
+    weigh(score, choice.chosen, choice.normalise, more, choice.scale,
+          weight + static_cast<long long>(blockIdx.x) * choice.chosen);
+}
+
+// SparseMixer: of a choice the logits that count for its weight, -infinity for the others. A warp takes a choice.
+KERNEL(32, 16) route_near(GLOBAL(const In) logits, GLOBAL(const int) index, GLOBAL(float) near, int experts, int chosen,
+                          float limit) {
+    long long choice = blockIdx.x;
+    int rank = static_cast<int>(choice % chosen);
+    logits = logits + choice / chosen * experts;
+    float top = widen(static_cast<In>(logits[index[choice]]));
+    for (int expert = threadIdx.x; expert < experts; expert += 32) {
+        float x = widen(static_cast<In>(logits[expert])), size = fabsf(x) < top ? top : fabsf(x);
+        bool out = __fdiv_rn(__fsub_rn(top, x), size) > limit;
+        for (int before = 1; before <= rank; before++) out = out || index[choice - before] == expert;
+        near[choice * experts + expert] = out ? -INFINITE : x;
     }
-    for (int rank = 0; rank < choice.chosen; rank++) {
-        float w = weights[rank];
-        if (choice.normalise) w = __fdiv_rn(w, sum);
-        weight[static_cast<long long>(blockIdx.x) * choice.chosen + rank] = narrow<fp32>(__fmul_rn(w, choice.scale));
-    }
+}
+
+// The weights of tokens from the softmaxes of their choices, a thread each.
+KERNEL(32, 16) route_weights(GLOBAL(const float) shares, GLOBAL(const int) index, GLOBAL(float) weight, long long tokens,
+                             int experts, int chosen, int normalise, float scale) {
+    long long token = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (token >= tokens) return;
+    auto score = [&](int rank) {
+        long long choice = token * chosen + rank;
+        return static_cast<float>(shares[choice * experts + index[choice]]);
+    };
+    weigh(score, chosen, normalise, 0.0f, scale, weight + token * chosen);
 }

@@ -7,6 +7,8 @@
 //! largest, larger first. Groups and experts are taken one after the other, each time the largest that is left, the
 //! lowest index among equals (-0 equals +0, a NaN is larger than every number). The sum of the chosen scores adds them
 //! in the order of rank, from +0; with the sigmoid `f32(1e-20)` is added last.
+//! SparseMixer: scores are the logits, and a weight is the softmax of those that neither were chosen before nor lie far below the
+//! chosen one: `(chosen - x) / max(|x|, chosen) > f32(2 * jitter)`.
 //! Rounding: every step once to f32.
 
 use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, int, launch_struct};
@@ -16,6 +18,7 @@ use crate::logprob::softmax;
 use crate::math::sigmoid;
 use crate::profile::IEEE;
 use crate::simd::scalar::Scalar;
+use crate::tensor::Rows;
 use crate::{Counter, Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
 use samebits_schema::Call;
 use std::sync::Mutex;
@@ -46,12 +49,36 @@ pub struct Route {
 }
 
 /// How logits become scores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scoring {
     /// The softmax over all experts.
     Softmax,
     /// Each by itself.
     Sigmoid,
+    /// The logits; weights are softmaxes of what lies near the chosen one.
+    SparseMixer {
+        /// Half the share of the larger of the two by which others may be smaller; at least 0.
+        jitter: f64,
+    },
+}
+
+impl Scoring {
+    /// That of a call.
+    pub(super) fn of(call: &Call) -> Scoring {
+        match call.word("scoring") {
+            "sigmoid" => Scoring::Sigmoid,
+            "sparsemixer" => Scoring::SparseMixer { jitter: call.float("jitter") },
+            _ => Scoring::Softmax,
+        }
+    }
+
+    /// From how far on others are left out of the softmax of a chosen expert, where there is one of each.
+    pub(super) fn limit(self) -> Option<f32> {
+        match self {
+            Scoring::SparseMixer { jitter } => Some((2.0 * jitter) as f32),
+            Scoring::Softmax | Scoring::Sigmoid => None,
+        }
+    }
 }
 
 /// What decides a choice of experts.
@@ -132,14 +159,8 @@ fn run(
         let mut scores = vec![0f32; tokens * experts];
         match shape.scoring {
             Scoring::Softmax => softmax::run(cpu, logits, TensorMut::of(&mut scores, &[tokens, experts]))?,
-            Scoring::Sigmoid => {
-                let logits = logits.rows::<I>();
-                for (t, scores) in scores.chunks_exact_mut(experts).enumerate() {
-                    for (score, logit) in scores.iter_mut().zip(logits.row(t)) {
-                        *score = sigmoid_of(*logit);
-                    }
-                }
-            }
+            Scoring::Sigmoid => score_each(logits.rows::<I>(), &mut scores, sigmoid_of),
+            Scoring::SparseMixer { .. } => score_each(logits.rows::<I>(), &mut scores, |logit| logit.widen()),
         }
         let logits = logits.rows::<I>();
         let outputs = index.chunks_exact_mut(chosen).zip(weight.chunks_exact_mut(chosen));
@@ -147,8 +168,15 @@ fn run(
         cpu.each(tokens, |_| {
             let next = rows.lock().expect("no panic while holding the lock").next();
             let (t, (scores, (index, weight))) = next.expect("one for each token");
-            choose_row(shape, scale, (scores, logits.row(t)), bias, index, weight);
+            choose_row(shape, (scores, logits.row(t)), bias, index, weight);
         });
+        if let Some(limit) = shape.scoring.limit() {
+            let shares = shares(cpu, shape, logits, index, limit)?;
+            for ((shares, expert), weight) in shares.chunks_exact(experts).zip(&*index).zip(&mut *weight) {
+                *weight = shares[*expert as usize];
+            }
+        }
+        weight.chunks_exact_mut(chosen).for_each(|weight| weigh(shape, scale, weight));
     });
     Ok(())
 }
@@ -157,8 +185,11 @@ fn run(
 const SHARED: usize = 48 << 10;
 
 /// Its kernels.
-const UNIT: Unit =
-    Unit { has_out: false, structs: &[Choice::LAYOUT], ..Unit::of("route", include_str!("route.cu"), &["route"]) };
+const UNIT: Unit = Unit {
+    has_out: false,
+    structs: &[Choice::LAYOUT],
+    ..Unit::of("route", include_str!("route.cu"), &["route", "route_near", "route_weights"])
+};
 
 launch_struct! {
     /// What the kernel is told.
@@ -167,9 +198,10 @@ launch_struct! {
         chosen: i32,
         groups: i32,
         top_groups: i32,
-        /// Whether scores are sigmoids, whether logits decide the choice, whether there is a bias, whether a group is worth its two
+        /// What scores are: softmaxes, sigmoids or logits.
+        scoring: i32,
+        /// Whether logits decide the choice, whether there is a bias, whether a group is worth its two
         /// largest choices, and whether weights are divided by their sum.
-        sigmoid: i32,
         by_logits: i32,
         has_bias: i32,
         top_two: i32,
@@ -240,7 +272,7 @@ pub fn on_device<I: Stored>(
         return Err(value_error(op, format!("{experts} experts are more than a device takes")));
     }
     let scores = match shape.scoring {
-        Scoring::Sigmoid => None,
+        Scoring::Sigmoid | Scoring::SparseMixer { .. } => None,
         Scoring::Softmax => {
             let mut scores = device.take::<f32>(op, tokens * experts, true)?;
             device.ledger().note(Counter::WorkspaceF32, 4 * scores.len(), "workspace of f32 on the device")?;
@@ -253,7 +285,11 @@ pub fn on_device<I: Stored>(
         chosen: chosen as i32,
         groups: groups as i32,
         top_groups: top_groups as i32,
-        sigmoid: i32::from(shape.scoring == Scoring::Sigmoid),
+        scoring: match shape.scoring {
+            Scoring::Softmax => 0,
+            Scoring::Sigmoid => 1,
+            Scoring::SparseMixer { .. } => 2,
+        },
         by_logits: i32::from(shape.chosen_by == ChosenBy::Logits),
         has_bias: i32::from(bias.is_some()),
         top_two: i32::from(shape.group_worth == GroupWorth::TopTwo),
@@ -271,7 +307,37 @@ pub fn on_device<I: Stored>(
     };
     let arguments = arguments.buffer(index).buffer(weight);
     // SAFETY: lengths were checked; a block takes a token, and its shared memory holds what the kernel keeps there.
-    unsafe { device.launch(Build::of::<I, f32>(op), op, [tokens, 1, 1], 32, shared, &arguments) }
+    unsafe { device.launch(Build::of::<I, f32>(op), op, [tokens, 1, 1], 32, shared, &arguments)? };
+    let Some(limit) = shape.scoring.limit() else { return Ok(()) };
+    let shares = shares_on_device(device, shape, logits, index, limit)?;
+    let arguments = Arguments::new().buffer(&shares).buffer(index).buffer(weight).long(tokens);
+    let arguments = arguments.int(choice.experts).int(choice.chosen).int(choice.normalise).float(scale);
+    // SAFETY: lengths were checked, and the indices are of experts; a thread takes a token, and those behind the last do nothing.
+    unsafe { device.launch(Build::of::<I, f32>(op), "route_weights", [tokens.div_ceil(32), 1, 1], 32, 0, &arguments) }
+}
+
+/// [`shares`] on a device, of a choice that stands there: each index is one of an expert.
+///
+/// # Errors
+/// Too many choices; errors of the device.
+pub(super) fn shares_on_device<I: Stored>(
+    device: &Device,
+    shape: &Route,
+    logits: &Buffer<I>,
+    index: &Buffer<i32>,
+    limit: f32,
+) -> Result<Buffer<f32>, Error> {
+    let Route { tokens, experts, chosen, .. } = *shape;
+    let (op, rows) = ("route", tokens * chosen);
+    let near = device.take::<f32>(op, rows * experts, true)?;
+    let mut shares = device.take::<f32>(op, rows * experts, true)?;
+    device.ledger().note(Counter::WorkspaceF32, 8 * near.len(), "workspace of f32 on the device")?;
+    let arguments = Arguments::new().buffer(logits).buffer(index).buffer(&near);
+    let arguments = arguments.int(int(op, "E", experts)?).int(int(op, "K", chosen)?).float(limit);
+    // SAFETY: lengths were checked, and the indices are of experts; a block takes a choice.
+    unsafe { device.launch(Build::of::<I, f32>(op), "route_near", [rows, 1, 1], 32, 0, &arguments)? };
+    softmax::on_device(device, rows, experts, &near, &mut shares)?;
+    Ok(shares)
 }
 
 /// [`route`] whose choice stays on the device, for [`gemm_experts`](crate::device::gemm_experts).
@@ -309,7 +375,7 @@ impl Route {
             tokens: call.dim("T"),
             experts: call.dim("E"),
             chosen: count("chosen"),
-            scoring: if call.word("scoring") == "sigmoid" { Scoring::Sigmoid } else { Scoring::Softmax },
+            scoring: Scoring::of(call),
             chosen_by: if call.word("chosen_by") == "logits" { ChosenBy::Logits } else { ChosenBy::Scores },
             groups: count("groups"),
             top_groups: count("top_groups"),
@@ -349,6 +415,9 @@ pub(super) fn check_choice(op: &'static str, shape: &Route) -> Result<f32, Error
     if group_worth == GroupWorth::TopTwo && size < 2 && groups > 1 {
         return bad(format!("a group of {size} has no two experts"));
     }
+    if let Some(limit) = shape.scoring.limit().filter(|limit| !(*limit >= 0.0 && limit.is_finite())) {
+        return bad(format!("twice the jitter is {limit}; it must be at least 0, and finite in f32"));
+    }
     let scale = shape.scale as f32;
     if !scale.is_finite() {
         return bad(format!("scale is {}; it must be finite in f32", shape.scale));
@@ -361,10 +430,44 @@ pub(super) fn sigmoid_of<I: Element>(logit: I) -> f32 {
     f32::narrow(sigmoid(Scalar, logit.widen()))
 }
 
-/// Chooses for one token, by its scores or its logits.
+/// Makes a score of each logit.
+fn score_each<I: Element>(logits: Rows<I>, scores: &mut [f32], score: impl Fn(I) -> f32) {
+    for (t, scores) in scores.chunks_exact_mut(logits.n()).enumerate() {
+        scores.iter_mut().zip(logits.row(t)).for_each(|(to, logit)| *to = score(*logit));
+    }
+}
+
+/// SparseMixer: of each choice `[T,K]` the softmax of the logits that count for its weight, `[T * K,E]`.
+pub(super) fn shares<I: Element>(
+    cpu: &Cpu,
+    shape: &Route,
+    logits: Rows<I>,
+    index: &[i32],
+    limit: f32,
+) -> Result<Vec<f32>, Error> {
+    let Route { experts, chosen, .. } = *shape;
+    let mut near = vec![f32::NEG_INFINITY; index.len() * experts];
+    for (i, near) in near.chunks_exact_mut(experts).enumerate() {
+        let (row, rank) = (logits.row(i / chosen), i % chosen);
+        let (before, top) = (&index[i - rank..i], row[index[i] as usize].widen());
+        for (expert, (near, x)) in near.iter_mut().zip(row).enumerate() {
+            let x = x.widen();
+            let size = if x.abs() < top { top } else { x.abs() };
+            let is_far = (top - x) / size > limit;
+            if !is_far && !before.contains(&(expert as i32)) {
+                *near = x;
+            }
+        }
+    }
+    let mut shares = vec![0f32; near.len()];
+    let rows = [index.len(), experts];
+    softmax::run(cpu, TensorRef::of(&near, &rows), TensorMut::of(&mut shares, &rows))?;
+    Ok(shares)
+}
+
+/// Chooses for one token, by its scores or its logits: the experts and their scores.
 fn choose_row<I: Element>(
     shape: &Route,
-    scale: f32,
     (scores, logits): (&[f32], &[I]),
     bias: Option<&[I]>,
     index: &mut [i32],
@@ -392,6 +495,10 @@ fn choose_row<I: Element>(
         let expert = take_largest(&mut choice);
         (*index, *weight) = (expert as i32, scores[expert]);
     }
+}
+
+/// The weights of one token from the scores of its experts.
+fn weigh(shape: &Route, scale: f32, weight: &mut [f32]) {
     if shape.normalise {
         let mut sum = weight.iter().fold(0f32, |sum, weight| sum + weight);
         if shape.scoring == Scoring::Sigmoid {

@@ -2,7 +2,8 @@
 //!
 //! Formula: with s the scores of the chosen experts, S their sum and n = s / S, `a = dweight * scale`, with `normalise`
 //! `a = (a - sum of a * n) / S`; then `s * (a - sum of a * s)` over all experts for the softmax, `a * s * (1 - s)` of the
-//! chosen ones for the sigmoid. A choice itself has no gradient.
+//! chosen ones for the sigmoid; for sparsemixer that of the softmax of each rank's share, added over the ranks. A choice itself has
+//! no gradient.
 //! Order: scores and S as in `route`; both sums are chains in the order of rank from +0: `fma(a, n, sum)`,
 //! `fma(a, s, sum)`. For an expert that is not chosen, a is +0, and the sigmoid gives +0.
 //! Rounding: every step once to f32.
@@ -11,7 +12,7 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, in
 use crate::call::{Arguments as CallArguments, Entry};
 use crate::element::{Stored, typed};
 use crate::logprob::softmax;
-use crate::moe::route::{ChosenBy, GroupWorth, Route, Scoring, check_choice, sigmoid_of};
+use crate::moe::route::{ChosenBy, GroupWorth, Route, Scoring, check_choice, shares, shares_on_device, sigmoid_of};
 use crate::profile::IEEE;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
@@ -97,6 +98,14 @@ fn run(
 ) -> Result<(), Error> {
     let Route { tokens, experts, chosen, scoring, .. } = *shape;
     logits.on_host(NAME, "logits")?;
+    if let Some(limit) = scoring.limit() {
+        let shares = typed!(logits.dtype() => I, shares(cpu, shape, logits.rows::<I>(), index, limit)?);
+        let of_token = |rows: usize| (shares.chunks_exact(rows * experts)).zip(index.chunks_exact(rows));
+        let tokens = of_token(chosen).zip(dweight.chunks_exact(chosen)).zip(dlogits.chunks_exact_mut(experts));
+        tokens
+            .for_each(|(((shares, index), dweight), dlogits)| by_shares(shape, scale, shares, index, dweight, dlogits));
+        return Ok(());
+    }
     // Scores stand where their gradients will.
     match scoring {
         Scoring::Softmax => softmax::run(cpu, logits, TensorMut::of(dlogits, &[tokens, experts]))?,
@@ -108,6 +117,7 @@ fn run(
                 dlogits[token * experts + expert] = sigmoid_of(logits.row(token)[expert]);
             }
         }),
+        Scoring::SparseMixer { .. } => unreachable!("its shares have a row for each rank"),
     }
     let per_chunk = cpu.rows_per_chunk(tokens, experts);
     cpu.chunks(dlogits, per_chunk * experts, |chunk, dlogits| {
@@ -116,6 +126,34 @@ fn run(
         cpu.dispatch(Part { shape, scale, index, dweight, dlogits });
     });
     Ok(())
+}
+
+/// The gradient of one token by sparsemixer, from the share `[K,E]` of every expert for each rank.
+fn by_shares(shape: &Route, scale: f32, shares: &[f32], index: &[i32], dweight: &[f32], dlogits: &mut [f32]) {
+    let scores: Vec<f32> =
+        shares.chunks_exact(shape.experts).zip(index).map(|(shares, expert)| shares[*expert as usize]).collect();
+    let a = of_scores(shape, &scores, dweight.iter().map(|dweight| dweight * scale).collect());
+    for (rank, (shares, (expert, a))) in shares.chunks_exact(shape.experts).zip(index.iter().zip(a)).enumerate() {
+        let whole = a.mul_add(scores[rank], 0.0);
+        for (at, (share, dlogit)) in shares.iter().zip(&mut *dlogits).enumerate() {
+            let d = share * (if at == *expert as usize { a } else { 0.0 } - whole);
+            *dlogit = f32::narrow(if rank == 0 { d } else { *dlogit + d });
+        }
+    }
+}
+
+/// From the gradients `a` of the weights of a token: those of its scores.
+#[inline(always)]
+fn of_scores(shape: &Route, scores: &[f32], mut a: Vec<f32>) -> Vec<f32> {
+    if shape.normalise {
+        let mut sum = scores.iter().fold(0f32, |sum, score| sum + score);
+        if shape.scoring == Scoring::Sigmoid {
+            sum += IEEE.route;
+        }
+        let common = a.iter().zip(scores).fold(0f32, |common, (a, score)| a.mul_add(score / sum, common));
+        a.iter_mut().for_each(|a| *a = (*a - common) / sum);
+    }
+    a
 }
 
 /// Some tokens, whose scores stand in `dlogits`.
@@ -139,14 +177,7 @@ impl Kernel for Part<'_> {
                 scores[rank] = dlogits[expert as usize];
                 a[rank] = dweight[token * shape.chosen + rank] * scale;
             }
-            if shape.normalise {
-                let mut sum = scores.iter().fold(0f32, |sum, score| sum + score);
-                if shape.scoring == Scoring::Sigmoid {
-                    sum += IEEE.route;
-                }
-                let common = a.iter().zip(&scores).fold(0f32, |common, (a, score)| a.mul_add(score / sum, common));
-                a.iter_mut().for_each(|a| *a = (*a - common) / sum);
-            }
+            a = of_scores(shape, &scores, a);
             if shape.scoring == Scoring::Softmax {
                 let whole = a.iter().zip(&scores).fold(0f32, |whole, (a, score)| a.mul_add(*score, whole));
                 let others = s.splat(0.0 - whole);
@@ -165,7 +196,8 @@ impl Kernel for Part<'_> {
 }
 
 /// Its kernels.
-const UNIT: Unit = Unit { has_out: false, ..Unit::of(NAME, include_str!("route_backward.cu"), &[NAME]) };
+const UNIT: Unit =
+    Unit { has_out: false, ..Unit::of(NAME, include_str!("route_backward.cu"), &[NAME, "route_backward_shares"]) };
 
 /// route_backward, by name: with the rank of every expert for the choice, and its dweight.
 pub(crate) const OP: Entry = Entry {
@@ -202,7 +234,7 @@ fn shape_of(args: &CallArguments) -> Route {
         tokens: call.dim("T"),
         experts: call.dim("E"),
         chosen: call.count("chosen"),
-        scoring: if call.word("scoring") == "sigmoid" { Scoring::Sigmoid } else { Scoring::Softmax },
+        scoring: Scoring::of(call),
         chosen_by: ChosenBy::Scores,
         groups: 1,
         top_groups: 1,
@@ -275,6 +307,24 @@ pub fn route_backward_at<I: Stored>(
     }
     if tokens == 0 {
         return Ok(());
+    }
+    if let Some(limit) = shape.scoring.limit() {
+        let index = index.buffer(device)?;
+        let shares = shares_on_device(device, shape, logits, index, limit)?;
+        let arguments = Arguments::new().buffer(&shares).buffer(index).buffer(dweight).buffer(dlogits).long(tokens);
+        let arguments = arguments.int(int(NAME, "E", experts)?).int(int(NAME, "K", chosen)?);
+        let arguments = arguments.int(i32::from(shape.normalise)).float(scale);
+        // SAFETY: as below.
+        return unsafe {
+            device.launch(
+                Build::of::<I, f32>(NAME),
+                "route_backward_shares",
+                [tokens.div_ceil(4), 1, 1],
+                128,
+                0,
+                &arguments,
+            )
+        };
     }
     if shape.scoring == Scoring::Softmax {
         softmax::on_device(device, tokens, experts, logits, dlogits)?;

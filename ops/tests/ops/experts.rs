@@ -221,6 +221,42 @@ fn largest(values: &[f32], left: &[bool]) -> usize {
     best.unwrap()
 }
 
+/// Of each rank of a token the softmax of what counts for its weight.
+fn near_shares(logits: &[f32], index: &[i32], jitter: f64) -> Vec<Vec<f32>> {
+    let of_rank = |rank: usize| {
+        let top = logits[index[rank] as usize];
+        let near = |(i, &x): (usize, &f32)| {
+            let far = (top - x) / x.abs().max(top) > (2.0 * jitter) as f32;
+            if far || index[..rank].contains(&(i as i32)) { f32::NEG_INFINITY } else { x }
+        };
+        let near: Vec<f32> = logits.iter().enumerate().map(near).collect();
+        let mut shares = vec![0f32; near.len()];
+        softmax(&Cpu::best(), 1, near.len(), &near, &mut shares).unwrap();
+        shares
+    };
+    (0..index.len()).map(of_rank).collect()
+}
+
+/// The gradient of one token's logits by sparsemixer.
+fn sparse_gradient(shape: &Route, jitter: f64, logits: &[f32], index: &[i32], dweight: &[f32]) -> Vec<f32> {
+    let shares = near_shares(logits, index, jitter);
+    let s: Vec<f32> = shares.iter().zip(index).map(|(shares, &expert)| shares[expert as usize]).collect();
+    let mut a: Vec<f32> = dweight.iter().map(|d| d * shape.scale as f32).collect();
+    if shape.normalise {
+        let sum = s.iter().fold(0f32, |sum, s| sum + s);
+        let common = a.iter().zip(&s).fold(0f32, |common, (a, s)| a.mul_add(s / sum, common));
+        a = a.into_iter().map(|a| (a - common) / sum).collect();
+    }
+    let element = |expert: usize| {
+        let of_rank = |rank: usize| {
+            let own = if index[rank] as usize == expert { a[rank] } else { 0.0 };
+            shares[rank][expert] * (own - a[rank].mul_add(s[rank], 0.0))
+        };
+        (1..index.len()).fold(of_rank(0), |sum, rank| sum + of_rank(rank))
+    };
+    (0..logits.len()).map(element).collect()
+}
+
 /// route_backward of these scores.
 fn route_gradient(shape: &Route, scores: &[f32], index: &[i32], dweight: &[f32]) -> Vec<f32> {
     let mut dlogits = Vec::new();
@@ -253,6 +289,7 @@ fn route_gradient(shape: &Route, scores: &[f32], index: &[i32], dweight: &[f32])
                 (Scoring::Softmax, a) => s * (a.unwrap_or(0.0) - whole),
                 (Scoring::Sigmoid, Some(a)) => a * (s * (1.0 - s)),
                 (Scoring::Sigmoid, None) => 0.0,
+                (Scoring::SparseMixer { .. }, _) => unreachable!("it has a softmax for each rank"),
             }
         }));
     }
@@ -271,6 +308,7 @@ fn check_route(shape: &Route, seed: u64, biased: bool) {
     match shape.scoring {
         Scoring::Softmax => softmax(&Cpu::best(), tokens, experts, &logits, &mut scores).unwrap(),
         Scoring::Sigmoid => scores.iter_mut().zip(&logits).for_each(|(s, v)| *s = sigmoid(*v)),
+        Scoring::SparseMixer { .. } => scores.copy_from_slice(&logits),
     }
     let (mut index, mut weight) = (Vec::new(), Vec::new());
     for (scores, logits) in scores.chunks(experts).zip(logits.chunks(experts)) {
@@ -304,21 +342,35 @@ fn check_route(shape: &Route, seed: u64, biased: bool) {
             left[expert] = false;
             row.push(expert);
         }
+        index.extend(row.iter().map(|&expert| expert as i32));
+        let mut of_row: Vec<f32> = row.iter().map(|&expert| scores[expert]).collect();
+        if let Scoring::SparseMixer { jitter } = shape.scoring {
+            let shares = near_shares(logits, &index[index.len() - chosen..], jitter);
+            of_row = shares.iter().zip(&row).map(|(shares, &expert)| shares[expert]).collect();
+        }
         let mut sum = 0f32;
-        for &expert in &row {
-            sum += scores[expert];
+        for score in &of_row {
+            sum += score;
         }
         if shape.scoring == Scoring::Sigmoid {
             sum += 1e-20;
         }
-        for &expert in &row {
-            let share = if shape.normalise { scores[expert] / sum } else { scores[expert] };
+        for score in of_row {
+            let share = if shape.normalise { score / sum } else { score };
             weight.push(share * shape.scale as f32);
-            index.push(expert as i32);
         }
     }
     let dweight: Vec<f32> = values(seed ^ 3, weight.len(), 2.0);
-    let dlogits = route_gradient(shape, &scores, &index, &dweight);
+    let dlogits = match shape.scoring {
+        Scoring::SparseMixer { jitter } => {
+            let tokens = index.chunks(chosen).zip(dweight.chunks(chosen)).zip(logits.chunks(experts));
+            let of_token = |((index, dweight), logits): ((&[i32], &[f32]), &[f32])| {
+                sparse_gradient(shape, jitter, logits, index, dweight)
+            };
+            tokens.flat_map(of_token).collect()
+        }
+        _ => route_gradient(shape, &scores, &index, &dweight),
+    };
     for cpu in cpus() {
         let (mut i, mut w) = (vec![0; index.len()], vec![0f32; weight.len()]);
         route(&cpu, shape, &logits, bias.as_deref(), &mut i, &mut w).unwrap();
@@ -432,14 +484,18 @@ proptest! {
     #[test]
     fn route_is_the_page(
         tokens in 1usize..6, size in 2usize..7, groups in 1usize..5, top in 1usize..5, chosen in 1usize..5, seed: u64,
-        flags in 0u32..32,
+        flags in 0u32..32, jitter in prop::sample::select(vec![None, Some(0.0), Some(0.01), Some(0.3), Some(2.0)]),
     ) {
         let top_groups = top.min(groups);
         let shape = Route {
             tokens,
             experts: size * groups,
             chosen: chosen.min(top_groups * size),
-            scoring: if flags & 1 == 0 { Scoring::Softmax } else { Scoring::Sigmoid },
+            scoring: match jitter {
+                Some(jitter) => Scoring::SparseMixer { jitter },
+                None if flags & 1 == 0 => Scoring::Softmax,
+                None => Scoring::Sigmoid,
+            },
             chosen_by: if flags & 16 == 0 { ChosenBy::Scores } else { ChosenBy::Logits },
             groups,
             top_groups,
@@ -528,6 +584,8 @@ fn wrong_shapes_and_values_are_refused() {
         (Route { groups: 4, ..shape }, "do not make 4 groups"),
         (Route { top_groups: 4, ..shape }, "4 of 3 groups"),
         (Route { scale: f64::NAN, ..shape }, "scale is NaN"),
+        (Route { scoring: Scoring::SparseMixer { jitter: -0.1 }, ..shape }, "jitter is -0.2"),
+        (Route { scoring: Scoring::SparseMixer { jitter: 1e39 }, ..shape }, "jitter is inf"),
     ] {
         let line = run(wrong).unwrap_err().to_string();
         assert!(line.contains(expected), "{line}");

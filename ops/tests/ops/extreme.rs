@@ -122,7 +122,12 @@ impl Draw {
             tokens: self.extent(),
             experts: self.extent(),
             chosen: self.extent(),
-            scoring: self.pick(&[Scoring::Softmax, Scoring::Sigmoid]),
+            scoring: match self.flag() {
+                true => self.pick(&[Scoring::Softmax, Scoring::Sigmoid]),
+                false => {
+                    Scoring::SparseMixer { jitter: self.number(&[0.01, 0.5], &[-1.0, f64::NAN, f64::INFINITY, 1e300]) }
+                }
+            },
             chosen_by: self.pick(&[ChosenBy::Scores, ChosenBy::Logits]),
             groups: self.pick(&[1, 1, 1, 2, 0, usize::MAX]),
             top_groups: self.pick(&[1, 1, 1, 2, 0, usize::MAX]),

@@ -153,7 +153,8 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
         ("scale", |r, n| scale(&r.cpu, 0.7, &r.floats::<I>(3 * n), &mut r.room::<O>(3 * n))),
         // n is E.
         ("route", |r, experts| {
-            let (chosen, scoring, chosen_by) = (experts.min(4), Scoring::Softmax, ChosenBy::Logits);
+            let scoring = if experts % 3 == 0 { Scoring::SparseMixer { jitter: 0.2 } } else { Scoring::Softmax };
+            let (chosen, chosen_by) = (experts.min(4), ChosenBy::Logits);
             let (groups, top_groups, group_worth) = (1, 1, GroupWorth::Max);
             let (normalise, scale) = (true, 1.5);
             let shape = Route {
@@ -177,7 +178,7 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
                 tokens: 3,
                 experts,
                 chosen,
-                scoring: if n.is_multiple_of(2) { Scoring::Softmax } else { Scoring::Sigmoid },
+                scoring: [Scoring::Softmax, Scoring::Sigmoid, Scoring::SparseMixer { jitter: 0.2 }][n % 3],
                 chosen_by: ChosenBy::Scores,
                 groups: 1,
                 top_groups: 1,

@@ -6,7 +6,7 @@ pub static OP: Op = Op {
     name: "route",
     about: "each token's experts: their rank, -1 where not chosen, and their weight, +0 where not chosen",
     inputs: &[Input::activation("logits", &["T", "E"]), Input::weight("bias", &["E"]).optional()],
-    attributes: &[CHOSEN, SCORING, CHOSEN_BY, GROUPS, TOP_GROUPS, GROUP_WORTH, NORMALISE, SCALE],
+    attributes: &[CHOSEN, SCORING, JITTER, CHOSEN_BY, GROUPS, TOP_GROUPS, GROUP_WORTH, NORMALISE, SCALE],
     outputs: &[Output::fixed("rank", &["T", "E"], DType::I32), Output::fixed("weight", &["T", "E"], DType::Fp32)],
     refused: "`groups` that do not divide E; `top_groups` that do not hold `chosen`; `top_two` of groups of one; E beyond i32",
     check,
@@ -15,7 +15,16 @@ pub static OP: Op = Op {
 
 pub(super) const CHOSEN: Attribute = Attribute::count("chosen", 1, "1", "how many experts a token has");
 
-pub(super) const SCORING: Attribute = Attribute::choice("scoring", &["softmax", "sigmoid"], "how logits become scores");
+pub(super) const SCORING: Attribute =
+    Attribute::choice("scoring", &["softmax", "sigmoid", "sparsemixer"], "how logits become scores");
+
+pub(super) const JITTER: Attribute = Attribute::float(
+    "jitter",
+    Included(0.0),
+    Included(f32::MAX as f64 / 2.0),
+    "0.01",
+    "for sparsemixer, how far below the chosen logit, as half a share, others count for its weight; read as f64",
+);
 
 const CHOSEN_BY: Attribute =
     Attribute::choice("chosen_by", &["scores", "logits"], "what decides the choice, beside the bias");

@@ -1,5 +1,5 @@
 //! The gradient of the weights of chosen experts.
-use super::route::{CHOSEN, NORMALISE, SCALE, SCORING, check_chosen};
+use super::route::{CHOSEN, JITTER, NORMALISE, SCALE, SCORING, check_chosen};
 use super::*;
 
 /// `logits[T,E], rank[T,E], dweight[T,E] -> dlogits[T,E]`
@@ -11,7 +11,7 @@ pub static OP: Op = Op {
         Input::index("rank", &["T", "E"], Holds::Ranks("E")),
         Input::gradient("dweight", &["T", "E"]).fp32(),
     ],
-    attributes: &[CHOSEN, SCORING, NORMALISE, SCALE],
+    attributes: &[CHOSEN, SCORING, JITTER, NORMALISE, SCALE],
     outputs: &[Output::fixed("dlogits", &["T", "E"], DType::Fp32)],
     refused: "E beyond i32",
     check: check_chosen,
