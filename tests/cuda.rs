@@ -173,7 +173,7 @@ fn other_structs() -> Result<(), Failed> {
     let units: Vec<_> = device::units().flat_map(|unit| unit.structs).collect();
     let call = |unit: &str| *units.iter().find(|layout| layout.unit == unit).expect("it has one");
     for (unit, from, to) in [
-        ("attention.cu", "causal, capped, paged", "capped, causal, paged"),
+        ("attention.cu", "capped, paged, page_size", "paged, capped, page_size"),
         ("attention.cu", "long long slots_before;", "int slots_before;"),
         ("attention_backward.cu", "float cap, cap_factor, hi, lo;", "float cap, cap_factor, hi, lo, more;"),
         ("route.cu", "float scale;", ""),

@@ -167,8 +167,8 @@ fn contract(folder: &Path, file: &str, old: &str, new: &str) -> PathBuf {
 #[test]
 fn a_tighter_bound_is_red() {
     let folder = tempfile::tempdir().unwrap();
-    let old = "outs = [\"fp32\"]\nfills = [\"normal\"]\naccuracy.ulp = 0.5\naccuracy.condition_factor = 4";
-    let new = old.replace("condition_factor = 4", "condition_factor = 0.25");
+    let old = "outs = [\"fp32\"]\nfills = [\"normal\"]\naccuracy.ulp = 0.5\naccuracy.condition_factor = 8";
+    let new = old.replace("condition_factor = 8", "condition_factor = 0.25");
     let tables = contract(folder.path(), "ops/rms_norm.toml", old, &new);
     let out = folder.path().join("report");
     let output = check(&out, &["--contract", text(&tables)]);

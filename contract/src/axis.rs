@@ -16,6 +16,10 @@ use std::borrow::Cow;
 use std::cell::LazyCell;
 use std::collections::BTreeMap;
 
+mod sizes;
+
+use sizes::{between, sizes};
+
 /// What the machine at hand can vary.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Machine {
@@ -761,27 +765,11 @@ fn spoil(tensor: &Tensor, garbage: Garbage, key: &str) -> Tensor {
     round::tensor(dtype, &[values.len()], &values).repeated(tensor.shape())
 }
 
-/// 1, 2, 3, .., 2^k-1, 2^k, 2^k+1 below `limit`.
-fn sizes(limit: usize) -> Vec<usize> {
-    let mut sizes: Vec<usize> =
-        (0..).map(|k| 1usize << k).take_while(|p| p - 1 < limit).flat_map(|p| [p - 1, p, p + 1]).collect();
-    sizes.retain(|&size| size > 0 && size < limit);
-    sizes.sort_unstable();
-    sizes.dedup();
-    sizes
-}
-
 /// Of more entries than this more settings are asked: one row may hide what another shows.
 const MANY: usize = 32;
 
 /// Elements of the largest input of rows that are copied for kernels of many.
 const FAR: usize = 1 << 19;
-
-/// One number of each gap between [`sizes`] below `limit`, drawn: kernels choose by numbers that are near no power of two as well.
-fn between(limit: usize, draw: &mut impl FnMut(usize) -> usize) -> Vec<usize> {
-    let gaps = (2..).map(|k| 1usize << k).map(|p| (p + 2, (2 * p - 1).min(limit)));
-    gaps.take_while(|(least, _)| *least < limit).map(|(least, end)| least + draw(end - least)).collect()
-}
 
 /// Numbers below what is asked for, drawn for this case and seed.
 fn draws(case: &Case, machine: &Machine) -> impl FnMut(usize) -> usize + use<> {
@@ -1659,16 +1647,5 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn batch_sizes() {
-        assert_eq!(sizes(1), [0; 0]);
-        assert_eq!(sizes(20), [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17]);
-        assert_eq!(between(6, &mut |_| 0), [0; 0]);
-        assert_eq!(between(11, &mut |count| count - 1), [6, 10]);
-        assert_eq!(between(65, &mut |_| 0), [6, 10, 18, 34]);
-        assert_eq!(between(65, &mut |count| count - 1), [6, 14, 30, 62]);
-        assert_eq!(between(40, &mut |count| count - 1), [6, 14, 30, 39]);
     }
 }

@@ -290,7 +290,7 @@ fn a_changed_config_is_what_runs() {
 /// Two alphas would stand for those of all experts.
 #[test]
 fn experts_have_no_learned_activation() {
-    let mut changed = Config::load(&checkpoint("mixtral")).unwrap();
+    let mut changed = Config::load(&checkpoint("nemotron-3")).unwrap();
     let mut experts = 0;
     for branch in changed.blocks.iter_mut().flatten() {
         if let Layer::Moe(plan) = &mut branch.layer {

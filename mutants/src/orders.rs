@@ -383,7 +383,7 @@ fn answer(call: &Call) -> Option<Answer> {
     let case = call.case;
     let bare = call.knows(&[]);
     let answer = match &case.op[..] {
-        "gemm" | "gemm_dx" if bare && !case.inputs.contains_key("bias") => gemm(call),
+        "gemm" | "gemm_dx" if bare => gemm(call),
         "gemm_dw" if bare => {
             let (x, dy, n, k) = (call.input("x"), call.input("dy"), call.shape("dy")[1], call.shape("x")[1]);
             let products = x.chunks(k).zip(dy.chunks(n));
@@ -552,7 +552,11 @@ fn gemm(call: &Call) -> Answer {
     let columns = if forward { shape[0] } else { shape[1] };
     let order = call.order("products", m);
     let weight = |column: usize, i: usize| if forward { w[column * k + i] } else { w[i * columns + column] };
-    let y = products(&x, [m, columns, k], order, weight);
+    let mut y = products(&x, [m, columns, k], order, weight);
+    if call.case.inputs.contains_key("bias") {
+        let bias = call.input("bias");
+        y.iter_mut().zip(bias.iter().cycle()).for_each(|(y, bias)| *y += bias);
+    }
     call.one(result, vec![m, columns], y)
 }
 
