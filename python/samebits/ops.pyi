@@ -2230,7 +2230,7 @@ def route(
     Attributes:
         chosen (1): how many experts a token has; a whole number of at least 1
         scoring ('softmax'): how logits become scores; softmax, sigmoid or sparsemixer
-        jitter (0.01): for sparsemixer, how far below the chosen logit, as half a share, others count for its weight; read as f64; a finite number from 0 to 1.7014117331926443e38
+        jitter (0.01): for sparsemixer, how far below the chosen logit, as half a share, others count for its weight; read as f64; a finite number from 0 to 1.7014117e38
         chosen_by ('scores'): what decides the choice, beside the bias; scores or logits
         groups (1): groups of experts of one size; a whole number of at least 1
         top_groups (1): groups that experts are chosen from; a whole number of at least 1
@@ -2278,7 +2278,7 @@ def route_backward(
     Attributes:
         chosen (1): how many experts a token has; a whole number of at least 1
         scoring ('softmax'): how logits become scores; softmax, sigmoid or sparsemixer
-        jitter (0.01): for sparsemixer, how far below the chosen logit, as half a share, others count for its weight; read as f64; a finite number from 0 to 1.7014117331926443e38
+        jitter (0.01): for sparsemixer, how far below the chosen logit, as half a share, others count for its weight; read as f64; a finite number from 0 to 1.7014117e38
         normalise (False): `1`: weights are divided by their sum; True or False
         scale (1.0): weights are multiplied with it; read as f64, rounded to f32; a finite number from -3.4028235e38 to 3.4028235e38
         profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
