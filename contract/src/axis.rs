@@ -789,8 +789,7 @@ fn batch<'a>(case: &'a Case, machine: &Machine) -> Vec<Variant<'a>> {
     let mut copied: Vec<usize> = (1..=9).chain(sizes(most + 1).into_iter().filter(|&size| size > 9)).collect();
     copied.retain(|size| (base.entries + 1..=most).contains(size));
     // Where orders of sums are told apart, as far as kernels of many rows begin, whatever the room.
-    let fill = case.name.rsplit('-').nth(1);
-    if fill == Some(Fill::Power.name()) && base.entries > 1 {
+    if Fill::Power.is_of(&case.name) && base.entries > 1 {
         let far = [66, 130 + draw(126), 257 + draw(128), 385 + draw(128)];
         // Sequences of an attention take longer than rows.
         let room = if base.spec.class == Class::Attention { FAR / 2 } else { FAR };

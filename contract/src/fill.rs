@@ -55,6 +55,11 @@ impl Fill {
         Fill::Recorded,
     ];
 
+    /// Whether a case of this name has this fill: names are `op/dtype/stem-fill-out`.
+    pub fn is_of(self, case: &str) -> bool {
+        case.rsplit('-').nth(1) == Some(self.name())
+    }
+
     /// The name in tables and case names.
     pub fn name(self) -> &'static str {
         match self {

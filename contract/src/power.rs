@@ -19,11 +19,16 @@ pub const UNIT: f64 = 1.0 / 16384.0;
 /// A term beside which units are lost: 2^29 of them, so that half of its last bit is 32.
 pub const MASS: f64 = 32768.0;
 
+/// Units of either sign.
+fn units(draw: &Draw, n: usize) -> Vec<f64> {
+    (0..n).map(|i| if draw.below(i, 2) == 0 { UNIT } else { -UNIT }).collect()
+}
+
 /// A row of a few masses among units. `colours` says which terms go with which: masses cancel within a colour, so a factor of
 /// its own for each colour leaves their sum 0.
 pub fn mask(draw: &Draw, row: usize, colours: &[usize]) -> Vec<f64> {
     let (n, draw) = (colours.len(), draw.of(row));
-    let mut terms: Vec<f64> = (0..n).map(|i| if draw.below(i, 2) == 0 { UNIT } else { -UNIT }).collect();
+    let mut terms = units(&draw, n);
     let mut of_colour = vec![Vec::new(); colours.iter().copied().max().unwrap_or(0) + 1];
     colours.iter().enumerate().for_each(|(i, &colour)| of_colour[colour].push(i));
     // Where units are many, so is what they may come to: a bound that grows with the masses has to hold it.
@@ -55,7 +60,7 @@ pub fn masks(draw: &Draw, rows: usize, n: usize) -> Vec<f64> {
 /// partner, and a pair in each lane of a sum would leave no unit of any, whatever the order.
 fn mask_apart(draw: &Draw, row: usize, colours: &[usize]) -> Vec<f64> {
     let (n, draw) = (colours.len(), draw.of(row));
-    let mut terms: Vec<f64> = (0..n).map(|i| if draw.below(i, 2) == 0 { UNIT } else { -UNIT }).collect();
+    let mut terms = units(&draw, n);
     let mut distances: Vec<usize> = (3..).map(|k| 1 << k).take_while(|distance| *distance < n).collect();
     for pair in 0..3 {
         let at = n + 3 * pair;
@@ -78,16 +83,21 @@ fn mask_apart(draw: &Draw, row: usize, colours: &[usize]) -> Vec<f64> {
 /// The operands of a product of sums: `x[m,k]` of masks, and `w[n,k]` of 1 and -1 that is one for all terms of a colour.
 pub fn product(maker: &Maker, name: &str, [m, n, k]: [usize; 3]) -> (Vec<f64>, Vec<f64>) {
     let (x, w) = (maker.draw(name), maker.draw("w"));
-    let colours: Vec<usize> = (0..k).map(|i| w.below(i, 2)).collect();
+    let colours = two_colours(&w, k);
     let sign = |column: usize, colour: usize| if w.below(k + column * 2 + colour, 2) == 0 { 1.0 } else { -1.0 };
     let rows = (0..m).flat_map(|row| mask(&x, row, &colours)).collect();
     (rows, (0..n * k).map(|i| sign(i / k, colours[i % k])).collect())
 }
 
+/// The colours of the terms of a [`product`].
+fn two_colours(w: &Draw, k: usize) -> Vec<usize> {
+    (0..k).map(|i| w.below(i, 2)).collect()
+}
+
 /// The bias of a [`product`]: a mass for each column, which one term of each row of x takes back.
 pub fn bias(maker: &Maker, x: &mut [f64], w: &[f64], [n, k]: [usize; 2]) -> Vec<f64> {
-    let (draw, colours) = (maker.draw("bias"), maker.draw("w"));
-    let own: Vec<usize> = (0..k).filter(|&i| colours.below(i, 2) == 0).collect();
+    let (draw, colours) = (maker.draw("bias"), two_colours(&maker.draw("w"), k));
+    let own: Vec<usize> = (0..k).filter(|&i| colours[i] == 0).collect();
     for (row, x) in x.chunks_mut(k).enumerate() {
         let first = draw.below(row, own.len());
         let place = own[first..].iter().chain(&own).find(|&&i| x[i].abs() == UNIT).expect("masses are few");

@@ -33,7 +33,7 @@ fn unseen(records: &[Record], implementation: &str) -> Vec<String> {
     for record in records.iter().filter(judged) {
         let (outs, power) = asked.entry((grid::op(record), record.dtype)).or_default();
         outs.insert(record.out);
-        *power |= record.axis.as_deref() == Some("batch") && is_power(record);
+        *power |= record.axis.as_deref() == Some("batch") && Fill::Power.is_of(&record.case);
     }
     // What to say of which ops, in the order in which it is said.
     let mut said: BTreeMap<usize, BTreeMap<&str, Vec<&str>>> = BTreeMap::new();
@@ -57,11 +57,6 @@ fn unseen(records: &[Record], implementation: &str) -> Vec<String> {
         format!("{implementation}: narrow outputs alone of {}: {}", ops.join(", "), SENTENCES[what])
     };
     said.into_iter().map(line).collect()
-}
-
-/// By the case's name, `op/dtype/stem-fill-out`.
-fn is_power(record: &Record) -> bool {
-    record.case.rsplit('-').nth(1) == Some(Fill::Power.name())
 }
 
 #[cfg(test)]

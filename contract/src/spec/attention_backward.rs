@@ -101,9 +101,19 @@ fn power(maker: &Maker, [b, t, s, hq, hkv, d, e]: [usize; 7], inputs: &mut BTree
             _ => masks(&mut dout, &rows, e, 0..e),
         }
     }
+    put(maker, [b, t, s, hq, hkv, d, e], inputs, [q, k, v, vec![0.0; b * t * hq * e], dout]);
+}
+
+/// Puts q, k, v, out and dout in the place of others.
+fn put(
+    maker: &Maker,
+    [b, t, s, hq, hkv, d, e]: [usize; 7],
+    inputs: &mut BTreeMap<String, Tensor>,
+    [q, k, v, out, dout]: [Vec<f64>; 5],
+) {
     let (of_rows, of_keys) = (|dim| vec![b, t, hq, dim], |dim| vec![b, s, hkv, dim]);
     inputs.extend(maker.floats([("q", of_rows(d), q), ("k", of_keys(d), k), ("v", of_keys(e), v)]));
-    inputs.extend(maker.floats([("out", of_rows(e), vec![0.0; b * t * hq * e]), ("dout", of_rows(e), dout)]));
+    inputs.extend(maker.floats([("out", of_rows(e), out), ("dout", of_rows(e), dout)]));
 }
 
 /// Heads of as many elements show the order of sums over these, others that of sums over keys and queries.
@@ -117,10 +127,7 @@ fn power_of_heads(maker: &Maker, [b, t, s, hq, hkv, d, e]: [usize; 7], inputs: &
     let [mut v, mut out, mut dout] = [b * s * hkv * e, b * t * hq * e, b * t * hq * e].map(|len| vec![0.0; len]);
     let draw = maker.draw("power");
     let masks = |draw: Draw, values: &mut [f64], dim: usize| {
-        values
-            .chunks_mut(dim)
-            .enumerate()
-            .for_each(|(row, to)| to.copy_from_slice(&power::mask(&draw, row, &vec![0; dim])));
+        values.copy_from_slice(&power::masks(&draw, values.len() / dim, dim));
     };
     for entry in 0..b {
         let draw = draw.of(entry);
@@ -145,9 +152,7 @@ fn power_of_heads(maker: &Maker, [b, t, s, hq, hkv, d, e]: [usize; 7], inputs: &
             }
         }
     }
-    let (of_rows, of_keys) = (|dim| vec![b, t, hq, dim], |dim| vec![b, s, hkv, dim]);
-    inputs.extend(maker.floats([("q", of_rows(d), q), ("k", of_keys(d), k), ("v", of_keys(e), v)]));
-    inputs.extend(maker.floats([("out", of_rows(e), out), ("dout", of_rows(e), dout)]));
+    put(maker, [b, t, s, hq, hkv, d, e], inputs, [q, k, v, out, dout]);
 }
 
 /// What attention returns as lse, as a multiple of 2^-16, which no two mathematics libraries tell apart. That of sharp
@@ -229,9 +234,7 @@ fn classes(maker: &Maker, [b, t, s, hq, hkv, d, e]: [usize; 7], inputs: &mut BTr
             }
         }
     }
-    let (of_rows, of_keys) = (|dim| vec![b, t, hq, dim], |dim| vec![b, s, hkv, dim]);
-    inputs.extend(maker.floats([("q", of_rows(d), q), ("k", of_keys(d), k), ("v", of_keys(e), v)]));
-    inputs.extend(maker.floats([("out", of_rows(e), out), ("dout", of_rows(e), dout)]));
+    put(maker, [b, t, s, hq, hkv, d, e], inputs, [q, k, v, out, dout]);
 }
 
 fn compute(c: &Checked) -> References {
