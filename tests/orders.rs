@@ -10,6 +10,7 @@ use samebits_contract::case::{Answer, Case};
 use samebits_contract::fill::Fill;
 use samebits_contract::orders;
 use samebits_contract::record::{Judgment, Record};
+use samebits_contract::round;
 use samebits_contract::spec;
 use samebits_contract::table::{CaseSpec, Contract, Slice};
 use samebits_contract::tensor::DType;
@@ -41,6 +42,27 @@ const BF16_ALONE: [&str; 10] = [
 
 /// Sums of an op that has several, each of which is seen where it alone follows the rows.
 const ALONE: [(&str, &str); 2] = [("attention", "weights"), ("attention", "values")];
+
+/// Orders that begin where few cases reach, or of one sum among several: each is red in the slice quick with bf16 alone.
+const HIDDEN: [(&str, Option<&str>, Follows); 13] = [
+    ("gemm", None, MANY),
+    ("gemm_dx", None, MANY),
+    ("rms_norm", None, MANY),
+    ("rms_norm_backward", None, MANY),
+    ("add_rms_norm", None, MANY),
+    ("add_rms_norm_backward", None, MANY),
+    ("layer_norm", None, MANY),
+    ("layer_norm_backward", None, MANY),
+    ("softmax", None, MANY),
+    ("softmax_backward", None, MANY),
+    ("attention_backward", Some("scores"), OF_HEADS),
+    ("attention_backward", Some("products"), OF_HEADS),
+    ("layer_norm_backward", Some("gradients"), SOME),
+];
+const MANY: Follows = Follows { usual: Order::Chain, other: Order::Lanes(32), when: When::Above(384) };
+/// Of 64 terms lanes of 32 and of 64 are one tree.
+const OF_HEADS: Follows = Follows { usual: Order::Chain, other: Order::Lanes(8), when: When::Above(4) };
+const SOME: Follows = Follows { usual: Order::Lanes(32), other: Order::Lanes(64), when: When::Above(4) };
 
 struct Bench {
     contract: Contract,
@@ -92,6 +114,13 @@ fn main() {
             }
         }
     }
+    for (op, only, follows) in HIDDEN {
+        let name = format!("{op}::{}{follows}", only.map(|sum| format!("{sum} alone, ")).unwrap_or_default());
+        let (here, mutant) = (bench.clone(), Ordered { follows, only, out: DType::Bf16 });
+        trials.push(Trial::test(name, move || here.is_seen(&mutant, op)));
+    }
+    let here = bench.clone();
+    trials.push(Trial::test("gemm::bias_first_above_8_rows", move || here.is_seen(&BiasFirst, "gemm")));
     trials.push(Trial::test("what_is_said_is_measured", what_is_said_is_measured));
     trials.push(Trial::test("the_judgment_order", move || bench.order_is_judged()));
     libtest_mimic::run(&arguments, trials).exit();
@@ -138,6 +167,37 @@ impl Implementation for Paged {
             case.inputs.insert(name.into(), dense);
         }
         ordered(self.0).run(&case)
+    }
+}
+
+/// Products by a chain, to which the bias is added last, and above 8 rows first.
+struct BiasFirst;
+
+impl Implementation for BiasFirst {
+    fn name(&self) -> &str {
+        "mutant/order"
+    }
+
+    fn version(&self) -> &str {
+        ""
+    }
+
+    fn run(&self, case: &Case) -> Answer {
+        let chain = Follows { usual: Order::Chain, other: Order::Chain, when: When::Above(0) };
+        let mut case = case.clone();
+        if let Some(bias) = case.inputs.get("bias").filter(|_| case.inputs["x"].shape()[0] > 8).cloned() {
+            case.inputs.remove("bias");
+            // One term more before the others.
+            for (name, first) in [("x", vec![1.0; case.inputs["x"].shape()[0]]), ("w", bias.to_f64())] {
+                let tensor = &case.inputs[name];
+                let rows = tensor.to_f64();
+                let rows = rows.chunks(tensor.shape()[1]).zip(first).flat_map(|(row, first)| [&[first], row].concat());
+                let shape = [tensor.shape()[0], tensor.shape()[1] + 1];
+                let longer = round::tensor(tensor.dtype(), &shape, &rows.collect::<Vec<_>>());
+                case.inputs.insert(name.into(), longer);
+            }
+        }
+        Ordered { follows: chain, only: None, out: DType::Bf16 }.run(&case)
     }
 }
 
@@ -274,6 +334,19 @@ impl Bench {
         match self.judge_all(&mutant, "gemm", Slice::Quick, &[Judgment::Order], &[]).len() {
             0 => Ok(()),
             count => Err(format!("{count} records of order for one that claims the canonical bits").into()),
+        }
+    }
+
+    /// A record of the slice quick with inputs and outputs of bf16 is red along the axis batch.
+    fn is_seen(&self, mutant: &dyn Implementation, op: &str) -> Result<(), Failed> {
+        let takes = |trial: &judge::Trial| {
+            let CaseSpec { fill, dtype, out, .. } = trial.case;
+            (*fill, *dtype, *out) == (Fill::Power, DType::Bf16, DType::Bf16)
+        };
+        let records = self.judge_those(mutant, op, Slice::Quick, &[Judgment::Invariance], &["batch"], takes);
+        match records.iter().filter(|(_, record)| matches!(record.verdict, Verdict::Fail(_))).count() {
+            0 => Err(format!("none of {} records is red", records.len()).into()),
+            _ => Ok(()),
         }
     }
 
