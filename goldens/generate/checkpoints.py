@@ -139,6 +139,15 @@ MODELS = {
     "nemotron": ("Nemotron", dict(BASE, num_hidden_layers=2, head_dim=16, attention_bias=True), 24, "bf16"),
     "ministral3": ("Ministral3", dict(BASE, num_hidden_layers=2, head_dim=16, rope_parameters=dict(
         YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)), 40, "bf16"),
+    # Inputs so wide that gelu lets something of each through: what a norm makes of next to nothing is mostly rounding.
+    "gemma4": ("Gemma4", dict(BASE, num_hidden_layers=5, intermediate_size=40, head_dim=12, global_head_dim=16, vocab_size_per_layer_input=160,
+                              hidden_size_per_layer_input=16, num_kv_shared_layers=2, use_double_wide_mlp=True, sliding_window=9,
+                              layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+                              final_logit_softcapping=8.0, tie_word_embeddings=True), 24, "bf16"),
+    "gemma4-moe": ("Gemma4", dict(BASE, num_hidden_layers=2, head_dim=12, global_head_dim=16, hidden_size_per_layer_input=0, attention_k_eq_v=True,
+                                  num_global_key_value_heads=1, enable_moe_block=True, num_experts=6, top_k_experts=2,
+                                  moe_intermediate_size=24, sliding_window=9,
+                                  layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=True), 12, "bf16"),
     "llama4": ("Llama4", dict(BASE, num_hidden_layers=3, head_dim=16, intermediate_size=24, intermediate_size_mlp=80, num_local_experts=6,
                               num_experts_per_tok=2, moe_layers=[1, 2], no_rope_layers=[1, 0, 1], attention_chunk_size=5, floor_scale=4,
                               attn_scale=0.3, rope_parameters=LLAMA3), 12, "bf16"),
@@ -183,9 +192,9 @@ MODELS = {
                                        num_hidden_layers=2, rope_parameters=dict(YARN, mscale=0.7, mscale_all_dim=1.0)), 12, "bf16"),
 }
 # Ends of the names of the modules that choose experts.
-ROUTERS = ("TopKRouter", "TopkRouter", "V1Gate", "Llama4Router")
+ROUTERS = ("TopKRouter", "TopkRouter", "V1Gate", "Llama4Router", "TextRouter")
 # Where a text model has a config of its own.
-CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig", "Llama4": "Llama4TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 # Where it is not called KindForCausalLM.
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -204,6 +213,9 @@ def weights(model, generator):
             elif "norm" in name or ".ln_" in name:
                 # A norm before a gate adds nothing.
                 tensor.copy_(noise * 0.2 + (0.0 if offset and "linear_attn" not in name else 1.0))
+                if model.config.model_type == "gemma4_text" and name.endswith("q_norm.weight"):
+                    # Its scores have no factor but this.
+                    tensor.mul_(0.3)
             elif any(table in name for table in ("embed_tokens", "wte", "wpe", "embed_in", "embeddings")):
                 tensor.copy_(noise * 0.5)
             elif "conv1d" in name and model.config.model_type in ("olmo_hybrid", "kimi_linear"):
@@ -213,9 +225,11 @@ def weights(model, generator):
             elif "act_fn" in name:
                 if "alpha" in name:
                     tensor.copy_(noise * 0.5)
+            elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+                tensor.copy_(noise * 0.2 + 1.0)
             elif name.endswith("sinks"):
                 tensor.copy_(noise * 1.5)
-            elif name.endswith(("mlp.gate.weight", "feed_forward.gate.weight", "mlp.gate.wg.weight", "router.weight",
+            elif name.endswith(("mlp.gate.weight", "feed_forward.gate.weight", "mlp.gate.wg.weight", "router.weight", "router.proj.weight",
                                 "mixer.gate.weight")):
                 tensor.copy_(noise * 0.6)
             else:

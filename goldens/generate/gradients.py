@@ -34,7 +34,7 @@ SKETCH, WHOLE, BATCHES, SEQUENCES = 16, 160, 8, 64
 ENTROPY, WITH_ENTROPY = 0.02, ("gemma2", "qwen3", "qwen3-moe")
 # The one of phi3 is beyond its original positions.
 LENGTHS = {"phi3": 36, "mixtral": 12, "olmoe": 12, "qwen3-moe": 12, "qwen2-moe": 11, "granite-moe": 12, "granite-4-moe": 10, "nemotron-3": 16, "nemotron-3-latent": 10, "hunyuan-moe": 12, "glm4-moe": 12,
-           "minimax-m2": 12, "gpt-oss": 12, "ernie4-5-moe": 12, "llama4": 12, "phimoe": 8, "dots1": 12, "lfm2-moe": 10, "jamba": 10, "qwen3-next": 12, "qwen3-5-moe": 12, "kimi-linear": 12, "deepseek-v2": 12, "deepseek-v3": 12}
+           "minimax-m2": 12, "gpt-oss": 12, "ernie4-5-moe": 12, "llama4": 12, "gemma4-moe": 12, "phimoe": 8, "dots1": 12, "lfm2-moe": 10, "jamba": 10, "qwen3-next": 12, "qwen3-5-moe": 12, "kimi-linear": 12, "deepseek-v2": 12, "deepseek-v3": 12}
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
@@ -111,7 +111,7 @@ def split(model, folder, gradients):
                                  ("router.weight", "router.layer.weight")]:
                 name = name.replace(f"block_sparse_moe.{module}", f"block_sparse_moe.{stem}")
             found[name] = gradient
-        elif family in ("gpt_oss", "llama4_text"):
+        elif family in ("gpt_oss", "llama4_text", "gemma4_text"):
             found[name] = gradient
         elif family == "nemotron_h" and ".experts." in name:
             base, matrix = base.replace("model.", "backbone.", 1), name.rsplit(".", 1)[1]
@@ -131,7 +131,7 @@ def split(model, folder, gradients):
     for name, gradient in found.items():
         assert name in stored and stored[name].shape == gradient.shape, name
     missing = set(stored) - set(found)
-    assert all(name.endswith(("e_score_correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps")) for name in missing), missing
+    assert all(name.endswith(("e_score_correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")) for name in missing), missing
     return found
 
 
@@ -198,7 +198,7 @@ def routing(model, tokens, noise=None):
             disturb = lambda module, args, out: out * (1 + torch.randn(out.shape, generator=noise) / 64)
             hooks.append(module.register_forward_hook(disturb))
         # Sigmoid scores lie close to one another, logits to what sparsemixer leaves out, and the first router stands before the first layer's end.
-        elif noise and kind in ("MiniMaxM2Attention", "PhimoeAttention"):
+        elif noise and kind in ("MiniMaxM2Attention", "PhimoeAttention", "Gemma4TextAttention"):
             disturb = lambda module, args, out: (out[0] * (1 + torch.randn(out[0].shape, generator=noise) / 64), *out[1:])
             hooks.append(module.register_forward_hook(disturb))
     with torch.no_grad():

@@ -24,6 +24,7 @@ use crate::sums::{Of, Sums};
 use samebits_ops::device::Part;
 use samebits_ops::{Attributes, Cpu, DType, GemmDw, RopeTable, Tensor, TensorRef, gemm_dw};
 use std::borrow::Borrow;
+use std::collections::BTreeMap;
 
 /// A reverse pass over the rows of a micro-batch.
 pub(crate) struct Backward<'a, 'p> {
@@ -38,6 +39,8 @@ pub(crate) struct Backward<'a, 'p> {
     pub sums: &'a mut Sums,
     /// That of what the first layer has left for all others, of those behind.
     pub carried: Option<Tensor>,
+    /// Those of keys and values that blocks behind have read, by the number of the block they are of.
+    pub lent: BTreeMap<usize, [Tensor; 2]>,
 }
 
 /// Sequences that stand in equal distances: a call of attention's gradient.
@@ -98,7 +101,17 @@ impl Block {
     }
 }
 
-impl Backward<'_, '_> {
+impl<'a, 'p> Backward<'a, 'p> {
+    /// One before its first layer, the last of the model.
+    pub fn new(
+        pass: Pass<'a, 'p>,
+        cpu: &'a Cpu,
+        (angles, mask, blocks): (&'a [RopeTable], &'a [i32], &'a [Block]),
+        sums: &'a mut Sums,
+    ) -> Backward<'a, 'p> {
+        Backward { pass, cpu, angles, mask, blocks, sums, carried: None, lent: BTreeMap::new() }
+    }
+
     /// Shows the gradient of a site of the block that is gone back through, as [`Pass::see`].
     pub fn see(&mut self, site: &'static str, values: &mut Tensor) -> Result<(), ModelError> {
         self.pass.see(site, values)
@@ -122,6 +135,24 @@ impl Backward<'_, '_> {
         let mut y = self.pass.empty(DType::Fp32, a.shape())?;
         self.pass.op("add", &Attributes::new(), &[("a", a.view()), ("b", b.view())], [("y", y.view_mut())])?;
         Ok(y)
+    }
+
+    /// Adds gradients of keys and values of another block to what blocks behind have left of them.
+    pub fn add_lent(&mut self, lender: usize, own: [Tensor; 2]) -> Result<(), ModelError> {
+        let sum = match self.lent.remove(&lender) {
+            None => own,
+            Some([k, v]) => [self.sum(&k, &own[0])?, self.sum(&v, &own[1])?],
+        };
+        self.lent.insert(lender, sum);
+        Ok(())
+    }
+
+    /// Those of keys and values of the block that is gone back through, with what blocks behind have left of them.
+    pub fn with_lent(&mut self, [k, v]: [Tensor; 2]) -> Result<[Tensor; 2], ModelError> {
+        match self.pass.layer.and_then(|layer| self.lent.remove(&layer)) {
+            None => Ok([k, v]),
+            Some(lent) => Ok([self.sum(&lent[0], &k)?, self.sum(&lent[1], &v)?]),
+        }
     }
 
     /// The heads of `x[n,H,D]` added, ascending: `[n,D]`.

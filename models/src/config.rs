@@ -6,7 +6,7 @@
 
 use crate::fields::Fields;
 use crate::layers::head::Finish;
-use crate::layers::{LayerPlan, attend, branch, is_size, moe, norm, time_mix};
+use crate::layers::{LayerPlan, attend, attention, branch, is_size, moe, norm, per_layer, time_mix};
 use crate::rotary::{RopeLength, Rotary};
 use crate::{Family, ModelError, families};
 use serde_json::Value;
@@ -35,6 +35,10 @@ pub struct Config {
     pub positions: Option<&'static str>,
     /// That of a norm behind the embedding, where there is one.
     pub embed_norm: Option<&'static str>,
+    /// How inputs that blocks have of their own are made of tokens, where they have any.
+    pub inputs: Option<per_layer::inputs::Plan>,
+    /// The name of a number that is stored with each block and multiplies the residual stream behind it, where there is one.
+    pub block_factor: Option<&'static str>,
     /// Whether the matrices of blocks are stored transposed.
     pub transposed: bool,
     /// All norms of the residual stream.
@@ -155,6 +159,8 @@ impl Config {
             head_bias: false,
             positions: None,
             embed_norm: None,
+            inputs: None,
+            block_factor: None,
             transposed: false,
             norms: norm::Plan::rms(eps(&fields, family.eps)),
             final_norm: "model.norm",
@@ -179,13 +185,7 @@ impl Config {
         if !fields.was_asked("pretraining_tp") {
             fields.only("pretraining_tp", &[1.into()]);
         }
-        if let Some(heads) = config.heads().next() {
-            let (queries, widest) = (heads.queries, heads.key_dim.max(heads.value_dim));
-            if queries.checked_mul(widest).is_none_or(|width| width > i32::MAX as usize) {
-                let why = format!("is {widest}; times num_attention_heads {queries} it exceeds {}", i32::MAX);
-                fields.refuse("head_dim", why);
-            }
-        }
+        config.heads_fit(&fields);
         if config.experts_in_all() > MOST_EXPERTS {
             let experts = config.experts().map(|plan| plan.count).max().unwrap_or(0);
             let why = format!("is {layers}; with {experts} experts in each that is more than {MOST_EXPERTS} experts");
@@ -203,6 +203,17 @@ impl Config {
         Ok(config)
     }
 
+    /// Refuses heads that together are wider than a size may be.
+    fn heads_fit(&self, fields: &Fields) {
+        let widths = self.heads().map(|heads| (heads.queries, heads.key_dim.max(heads.value_dim)));
+        let mut wide = widths
+            .filter(|&(queries, widest)| queries.checked_mul(widest).is_none_or(|width| width > i32::MAX as usize));
+        if let Some((queries, widest)) = wide.next() {
+            let why = format!("is {widest}; times num_attention_heads {queries} it exceeds {}", i32::MAX);
+            fields.refuse("head_dim", why);
+        }
+    }
+
     /// What a tensor is for that is stored and not part of the forward.
     pub(crate) fn unused(&self, name: &str) -> Option<&'static str> {
         let behind = |i: usize| name.starts_with(&format!("{}.{}.", self.stack, self.layers() + i));
@@ -210,7 +221,23 @@ impl Config {
         if further || (0..self.extra_layers).any(behind) {
             return Some(FURTHER);
         }
+        if self.is_lent(name) {
+            return Some(LENT);
+        }
         self.unused.iter().find(|(beginning, _)| name.starts_with(beginning)).map(|(_, what)| *what)
+    }
+
+    /// Whether a tensor would make keys or values of a layer that reads those of another.
+    fn is_lent(&self, name: &str) -> bool {
+        let within = name.strip_prefix(self.stack).and_then(|name| name.strip_prefix('.')?.split_once('.'));
+        let Some((block, part)) = within.and_then(|(block, part)| Some((block.parse::<usize>().ok()?, part))) else {
+            return false;
+        };
+        let Some(plan) = self.first_attention(block).filter(|plan| plan.lender.is_some()) else { return false };
+        let attention::QkvNames::Each([_, k, v]) = plan.names.qkv else { return false };
+        let of = |name: &str| part.strip_prefix(name).is_some_and(|end| end.starts_with('.'));
+        // Folders name a norm of values as they do that of keys.
+        of(k) || of(v) || of(plan.names.norms[1]) || of("self_attn.v_norm")
     }
 
     /// Refuses what no reading of a folder gives, but whoever changes a config can.
@@ -226,6 +253,12 @@ impl Config {
                 "logits with a bias are as their own matrix makes them",
             ),
             (self.first_time_mix().is_none_or(|plan| plan.first), "the first time mix reads v of no other"),
+            (self.embed_norm.is_none() || self.inputs.is_none(), "inputs of blocks are made of tokens without a norm"),
+            (self.plans().all(|plan| self.has_input(plan)), "the inputs of blocks are as wide as those that are made"),
+            (
+                self.lenders_fit(),
+                "keys and values are read of the first layer of an earlier block, which has such heads",
+            ),
         ];
         let broken = checks.into_iter().find(|(holds, _)| !holds).map(|(_, rule)| rule);
         let plans = || self.plans().find_map(|plan| plan.check(self.hidden, &self.rotary).err());
@@ -307,6 +340,35 @@ impl Config {
         })
     }
 
+    /// Whether the input that a layer asks for is made.
+    fn has_input(&self, plan: &LayerPlan) -> bool {
+        let LayerPlan::PerLayer(plan) = plan else { return true };
+        let made = |inputs: &per_layer::inputs::Plan| [inputs.width, inputs.width.saturating_mul(self.layers())];
+        self.inputs.as_ref().map(made) == Some([plan.width, plan.all])
+    }
+
+    /// The attention of a block that comes first in it, where it does.
+    fn first_attention(&self, block: usize) -> Option<&attention::Plan> {
+        match &self.blocks.get(block)?.first()?.layer {
+            LayerPlan::Attention(plan) => Some(plan),
+            _ => None,
+        }
+    }
+
+    /// Whether each attention that reads keys and values of another block comes first in its own, behind one that has them.
+    fn lenders_fit(&self) -> bool {
+        let asked = self.plans().filter(|plan| matches!(plan, LayerPlan::Attention(plan) if plan.lender.is_some()));
+        let fits = (0..self.layers()).filter(|&i| {
+            let Some((own, lender)) = self.first_attention(i).and_then(|own| Some((own, own.lender?))) else {
+                return false;
+            };
+            let widths = |plan: &attention::Plan| [plan.heads.keys, plan.heads.key_dim, plan.heads.value_dim];
+            let fits = |other: &attention::Plan| other.lender.is_none() && widths(other) == widths(own);
+            lender < i && self.first_attention(lender).is_some_and(fits)
+        });
+        fits.count() == asked.count()
+    }
+
     fn experts_in_all(&self) -> usize {
         self.experts().fold(0, |sum, plan| sum.saturating_add(plan.count))
     }
@@ -328,6 +390,10 @@ pub(crate) const FURTHER: &str = "it predicts further tokens";
 
 /// What stands beside a text model.
 pub(crate) const IMAGES: &str = "it is of a model of images";
+pub(crate) const SOUNDS: &str = "it is of a model of sounds";
+
+/// What would make keys and values that a layer reads of another.
+pub(crate) const LENT: &str = "the layer reads the keys and values of another";
 
 /// More layers than this are a mistake.
 const MOST_LAYERS: usize = 1 << 16;

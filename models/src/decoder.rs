@@ -42,8 +42,9 @@ use crate::trace::TraceHook;
 use crate::weights::Weights;
 use crate::{ModelError, PAGE_SIZE, PageOrder, Tripwire};
 use samebits_ops::device::{Device, Part};
-use samebits_ops::{Cpu, DType, Isa, Tensor};
+use samebits_ops::{Attributes, Cpu, DType, Isa, Tensor};
 use std::collections::BTreeMap;
+use std::slice::SliceIndex;
 
 /// Weights of a model, ready to run.
 pub(crate) struct Decoder {
@@ -51,8 +52,7 @@ pub(crate) struct Decoder {
     /// What products and attention read.
     pub dtype: DType,
     embedding: Embedding,
-    /// The branches of each block.
-    blocks: Vec<Vec<Branch>>,
+    blocks: Vec<Block>,
     final_norm: Norm,
     pub head: Head,
     /// Name and shape of every parameter.
@@ -62,6 +62,15 @@ pub(crate) struct Decoder {
     /// Whether an update ended in the middle: weights of two versions.
     torn: bool,
 }
+
+struct Block {
+    branches: Vec<Branch>,
+    /// What the residual stream is multiplied by behind them, where it is.
+    factor: Option<Attributes>,
+}
+
+/// The gradient of the residual stream behind a block, once that is multiplied.
+const DFACTOR: &str = "dblock_factor";
 
 /// A decoder where it runs.
 #[derive(Clone, Copy)]
@@ -89,7 +98,7 @@ impl<'a> Runner<'a> {
         }
         // Room for no more than one text can have.
         let page_size = page_size.min(self.config().longest().max(1));
-        let kinds: Vec<Kind> = self.decoder.blocks.iter().flatten().flat_map(Branch::states).collect();
+        let kinds: Vec<Kind> = self.decoder.branches(..).flat_map(Branch::states).collect();
         States::new(self.machine, self.decoder.dtype, &kinds, page_size, order)
     }
 
@@ -238,10 +247,11 @@ impl Decoder {
 
     /// Takes the weights from the processor to a device.
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
-        self.blocks.iter_mut().flatten().try_for_each(|branch| branch.move_to(cpu, device))?;
+        let branches = self.blocks.iter_mut().flat_map(|block| &mut block.branches);
+        branches.into_iter().try_for_each(|branch| branch.move_to(cpu, device))?;
         self.final_norm.move_to(device)?;
         self.head.linear.move_to(cpu, device)?;
-        self.embedding.move_to(device)
+        self.embedding.move_to(cpu, device)
     }
 
     /// The ops of a step: logits `[rows, V]`.
@@ -282,16 +292,34 @@ impl Decoder {
         states: &mut States,
         stream: &mut Stream,
     ) -> Result<Vec<branch::Saved>, ModelError> {
-        let first = self.blocks[..i].iter().flatten().flat_map(Branch::states).count();
-        let (mut saved, mut states) = (Vec::new(), &mut states.layers[first..]);
+        let mut saved = Vec::new();
+        let mut first = self.states_before(i);
         pass.layer = Some(i);
-        for branch in &self.blocks[i] {
-            let (own, rest) = states.split_at_mut(branch.states().count());
-            saved.extend(branch.forward(pass, own, stream)?);
-            states = rest;
+        for branch in &self.blocks[i].branches {
+            let end = first + branch.states().count();
+            // A layer that reads what another keeps has its state for this while.
+            let lender = branch.lender().map(|block| self.states_before(block));
+            lender.iter().for_each(|&lender| states.layers.swap(first, lender));
+            let made = branch.forward(pass, &mut states.layers[first..end], stream);
+            lender.iter().for_each(|&lender| states.layers.swap(first, lender));
+            saved.extend(made?);
+            first = end;
+        }
+        if let Some(factor) = &self.blocks[i].factor {
+            stream.multiply(pass, factor)?;
         }
         pass.layer = None;
         Ok(saved)
+    }
+
+    /// The branches of some blocks.
+    fn branches(&self, blocks: impl SliceIndex<[Block], Output = [Block]>) -> impl Iterator<Item = &Branch> {
+        self.blocks[blocks].iter().flat_map(|block| &block.branches)
+    }
+
+    /// How many states the layers of the blocks before a block have.
+    fn states_before(&self, block: usize) -> usize {
+        self.branches(..block).flat_map(Branch::states).count()
     }
 
     /// The normed form of x in a, behind the last block.
@@ -318,7 +346,12 @@ impl Decoder {
         saved: Vec<branch::Saved>,
         mut dsum: Tensor,
     ) -> Result<Tensor, ModelError> {
-        for (at, (branch, saved)) in self.blocks[i].iter().zip(saved).enumerate().rev() {
+        let Block { branches, factor } = &self.blocks[i];
+        if let Some(factor) = factor {
+            let dx = back.pass.scaled(factor, &dsum)?;
+            dsum = self.see_gradient(back, i, branches.len(), dx)?;
+        }
+        for (at, (branch, saved)) in branches.iter().zip(saved).enumerate().rev() {
             back.pass.layer = Some(i);
             let dx = branch.backward(back, saved, &dsum)?;
             back.pass.layer = None;
@@ -329,12 +362,19 @@ impl Decoder {
 
     /// Shows the gradient of the residual stream before branch number `at` of a block, by the name of the branch that made it.
     fn see_gradient(&self, back: &mut Backward, block: usize, at: usize, mut dx: Tensor) -> Result<Tensor, ModelError> {
-        let before = self.blocks[..block].iter().enumerate().flat_map(|(i, block)| block.iter().map(move |b| (i, b)));
-        let own = self.blocks.get(block).into_iter().flatten().take(at).map(|branch| (block, branch));
-        match before.chain(own).last() {
-            Some((layer, branch)) => back.see_at(Some(layer), branch.gradient_site(), &mut dx)?,
-            None => back.see_at(None, "dembed", &mut dx)?,
-        }
+        let (layer, before) = match at {
+            0 => (block.checked_sub(1), block.checked_sub(1).and_then(|before| self.blocks.get(before))),
+            _ => (Some(block), self.blocks.get(block)),
+        };
+        let site = match before {
+            Some(Block { factor: Some(_), .. }) if at == 0 => DFACTOR,
+            Some(Block { branches, .. }) => {
+                let last = if at == 0 { branches.len() } else { at } - 1;
+                branches[last].gradient_site()
+            }
+            None => "dembed",
+        };
+        back.see_at(layer, site, &mut dx)?;
         Ok(dx)
     }
 
@@ -372,11 +412,15 @@ fn tables(c: &Config, loader: &mut Loader) -> Result<(Embedding, Head), ModelErr
     Ok((embedding, Head::new(head, c.finish)))
 }
 
-/// The branches of block number `i`.
-fn block(c: &Config, i: usize, loader: &mut Loader) -> Result<Vec<Branch>, ModelError> {
+/// Block number `i`.
+fn block(c: &Config, i: usize, loader: &mut Loader) -> Result<Block, ModelError> {
     loader.prefix = format!("{}.{i}.", c.stack);
     loader.transposed = c.transposed;
-    c.blocks[i].iter().map(|plan| Branch::load(loader, plan, c.hidden, &c.norms)).collect()
+    let branches = c.blocks[i].iter().map(|plan| Branch::load(loader, plan, c.hidden, &c.norms));
+    let branches = branches.collect::<Result<_, _>>()?;
+    let factor = c.block_factor.map(|name| loader.constant(name, &[1])).transpose()?;
+    let factor = factor.and_then(|factor| Some(f64::from(*factor.as_slice::<f32>()?.first()?)));
+    Ok(Block { branches, factor: factor.map(|factor| Attributes::new().with("factor", factor)) })
 }
 
 fn final_norm(c: &Config, loader: &mut Loader) -> Result<Norm, ModelError> {

@@ -15,6 +15,7 @@ mod falcon_h1;
 mod falcon_mamba;
 mod gemma2;
 mod gemma3_text;
+mod gemma4;
 mod glm4;
 mod glm4_moe;
 mod gpt2;
@@ -86,6 +87,7 @@ const ALL: &[Family] = &[
     smollm3::FAMILY,
     exaone4::FAMILY,
     gemma3_text::FAMILY,
+    gemma4::FAMILY,
     glm4::FAMILY,
     ernie4_5::FAMILY,
     granite::FAMILY,
@@ -215,6 +217,13 @@ const BESIDE: &[&str] = &[
     "image_token_index",
     "boi_token_index",
     "eoi_token_index",
+    "audio_config",
+    "boi_token_id",
+    "eoi_token_id",
+    "boa_token_id",
+    "eoa_token_id",
+    "eoa_token_index",
+    "audio_token_id",
 ];
 
 impl PartialEq for Family {

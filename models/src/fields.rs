@@ -144,6 +144,12 @@ impl Fields {
                     self.passed.borrow_mut().push(escaped(&line));
                 }
                 Some(own) if same(own, &value) || INERT.contains(&&*field) => {}
+                // What begins and ends a text changes no number; folders of models of images say more of it outside.
+                Some(own) if ["bos_token_id", "eos_token_id", "pad_token_id"].contains(&&*field) => {
+                    let (path, value, own) = (self.path.display(), shown(&value), shown(own));
+                    let line = format!("{path}: `{field}` is {value}, but {name} says {own}, which is taken");
+                    self.passed.borrow_mut().push(escaped(&line));
+                }
                 Some(own) => {
                     let why = format!("is {}, but {name} says {}; keep one", shown(&value), shown(own));
                     self.complaints.borrow_mut().push(ModelError::field(&self.path, field, why));

@@ -24,10 +24,12 @@ pub(crate) mod mlp;
 pub(crate) mod moe;
 pub(crate) mod narrow;
 pub(crate) mod norm;
+pub(crate) mod per_layer;
 pub(crate) mod recur;
 pub(crate) mod time_mix;
 pub(crate) mod token_mix;
 pub(crate) mod unit;
+pub(crate) mod values;
 pub(crate) mod xielu;
 
 use crate::ModelError;
@@ -173,6 +175,8 @@ layers! {
     ChannelMix in channel_mix, state: channel_mix::ChannelMix::state;
     /// Linear attention by the gated delta rule.
     DeltaRule in delta, state: delta::DeltaRule::state;
+    /// What a block makes of an input of its own.
+    PerLayer in per_layer, state: |_| Kind::None;
     /// An MLP.
     Mlp in mlp, state: |_| Kind::None;
     /// A mixture of experts.

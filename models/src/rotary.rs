@@ -58,6 +58,13 @@ pub enum Scaling {
         /// The divisor.
         factor: f64,
     },
+    /// The first `turning` ones divided by a factor, all others 0.
+    Proportional {
+        /// Frequencies that turn.
+        turning: usize,
+        /// The divisor.
+        factor: f64,
+    },
     /// Another theta for sequences that declare more than `original` positions.
     Dynamic {
         /// How much longer texts may be.
@@ -204,13 +211,20 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
     if theta < 1.0 {
         f.refuse(name("rope_theta"), format!("is {theta}; it must be a number of at least 1"));
     }
+    let (kind_name, kind) = match found.get("rope_type") {
+        None => (String::new(), "default"),
+        Some((name, value)) => (name.clone(), value.as_str().unwrap_or("no word")),
+    };
+    let kind = if renamed && ["su", "yarn"].contains(&kind) { "longrope" } else { kind };
+    // There a share is one of the frequencies, and heads are rotated as a whole.
+    let is_proportional = kind == "proportional";
     let mut share = number("partial_rotary_factor").or(partial).unwrap_or(1.0);
-    if share > 1.0 || share != 1.0 && partial.is_none() {
-        let supported = if partial.is_some() { "above 0 and at most 1" } else { "1" };
+    if share > 1.0 || share != 1.0 && partial.is_none() && !is_proportional {
+        let supported = if partial.is_some() || is_proportional { "above 0 and at most 1" } else { "1" };
         f.refuse(name("partial_rotary_factor"), format!("is {share}; supported is {supported}"));
         share = 1.0;
     }
-    let dim = (head_dim as f64 * share) as usize;
+    let dim = if is_proportional { head_dim } else { (head_dim as f64 * share) as usize };
     if head_dim > 0 && (dim == 0 || !dim.is_multiple_of(2)) {
         let field = if partial.is_some() { "partial_rotary_factor" } else { "head_dim" };
         f.refuse(field, format!("is {dim} elements of a head; rotary positions need an even number"));
@@ -234,11 +248,6 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
         list.unwrap_or(vec![1.0; dim / 2])
     };
 
-    let (kind_name, kind) = match found.get("rope_type") {
-        None => (String::new(), "default"),
-        Some((name, value)) => (name.clone(), value.as_str().unwrap_or("no word")),
-    };
-    let kind = if renamed && ["su", "yarn"].contains(&kind) { "longrope" } else { kind };
     let top = ["rope_theta", "rope_type", "partial_rotary_factor", BETA];
     let alpha = found.get("alpha").filter(|(_, alpha)| kind == "dynamic" && !same(alpha, &json!(0)));
     if alpha.is_some() {
@@ -248,6 +257,10 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
         // Nothing reads the length of the training.
         "default" => (&[ORIGINAL], Scaling::Default, 1.0),
         "linear" => (&["factor", ORIGINAL], Scaling::Linear { factor: required("factor") }, 1.0),
+        "proportional" => {
+            let turning = (head_dim as f64 * share / 2.0) as usize;
+            (&["factor", ORIGINAL], Scaling::Proportional { turning, factor: number("factor").unwrap_or(1.0) }, 1.0)
+        }
         "dynamic" => {
             if dim == 2 {
                 f.refuse(kind_name.clone(), "is \"dynamic\", whose formula needs more than 2 rotated elements");
@@ -307,7 +320,7 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
         }
         _ => {
             let why = format!(
-                "is {}; supported are \"default\", \"linear\", \"dynamic\", \"yarn\", \"llama3\" and \"longrope\"",
+                "is {}; supported are \"default\", \"linear\", \"dynamic\", \"yarn\", \"llama3\", \"longrope\" and \"proportional\"",
                 found["rope_type"].1
             );
             f.refuse(kind_name, why);
@@ -487,6 +500,9 @@ impl Rotary {
             Scaling::Default => round(&mut plain(self.theta)),
             Scaling::Zero => vec![0.0; half],
             Scaling::Linear { factor } => round(&mut plain(self.theta).map(|f| f / factor)),
+            Scaling::Proportional { turning, factor } => {
+                round(&mut plain(self.theta).enumerate().map(|(i, f)| if i < *turning { f / factor } else { 0.0 }))
+            }
             Scaling::Dynamic { factor, original } => {
                 if length <= *original {
                     return round(&mut plain(self.theta));

@@ -5,7 +5,7 @@
 //! taken, so that what is left at the end is what nobody asked for. Tensors are read one at a time and not mapped, so
 //! that a model in memory is held once.
 
-use crate::config::IMAGES;
+use crate::config::{IMAGES, LENT, SOUNDS};
 use crate::error::escaped;
 use crate::files::{open, parse, read_object};
 use crate::machine::typed;
@@ -284,11 +284,19 @@ impl<'a> Weights<'a> {
 
     /// [`Weights::fit`] where what does not fit is refused; lines on what is passed by.
     pub fn check(&mut self, config: &Config, wanted: BTreeMap<String, Vec<usize>>) -> Result<Vec<String>, ModelError> {
-        let of_images = |(name, _): &(&String, &Stored)| config.unused(name) == Some(IMAGES);
-        let images: Vec<String> = self.left().filter(of_images).map(|(name, _)| name.clone()).collect();
+        let unused = |what| -> Vec<String> {
+            let left = self.left().map(|(name, _)| name).filter(|name| config.unused(name) == Some(what));
+            left.cloned().collect()
+        };
+        let [images, sounds, lent] = [IMAGES, SOUNDS, LENT].map(unused);
         let (complaints, buffers) = self.fit(config, wanted);
         ModelError::all(few(complaints))?;
-        let passed = [(buffers, "buffers that are computed anew"), (images, "tensors of a model of images")];
+        let passed = [
+            (buffers, "buffers that are computed anew"),
+            (images, "tensors of a model of images"),
+            (sounds, "tensors of a model of sounds"),
+            (lent, "tensors of keys and values that are another layer's"),
+        ];
         let line = |(names, what): (Vec<String>, &str)| {
             let (first, count, source) = (names.first()?, names.len(), self.source.display());
             Some(escaped(&format!("{source}: {count} {what}, such as `{first}`, are passed by")))

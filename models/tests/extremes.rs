@@ -316,10 +316,12 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
     };
     let at = pick.below(block.len());
     match &mut block[at].layer {
-        Layer::Attention(plan) => match pick.below(9) {
+        Layer::Attention(plan) => match pick.below(11) {
             6 => plan.hidden = n,
             7 => plan.rope.table = n,
             8 => plan.rope.dim = n,
+            9 => plan.lender = Some(n),
+            10 => plan.values.of_keys = !plan.values.of_keys,
             at => of_heads(&mut plan.heads, at),
         },
         Layer::LatentAttention(plan) => match pick.below(10) {
@@ -369,6 +371,11 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
         }
         Layer::ShortConv(plan) => *(if pick.below(2) == 0 { &mut plan.taps } else { &mut plan.hidden }) = n,
         Layer::Mlp(plan) => *(if pick.below(2) == 0 { &mut plan.width } else { &mut plan.hidden }) = n,
+        Layer::PerLayer(plan) => {
+            let sizes = [&mut plan.hidden, &mut plan.width, &mut plan.first, &mut plan.all];
+            let at = pick.below(sizes.len());
+            *sizes.into_iter().nth(at).expect("it is one of them") = n;
+        }
         Layer::Moe(plan) => match pick.below(5) {
             0 => plan.count = n,
             1 => plan.groups = n,
@@ -389,6 +396,8 @@ fn changed_configs_are_refused() {
         "mixtral",
         "deepseek-v2",
         "gemma2",
+        "gemma4",
+        "gemma4-moe",
         "lfm2",
         "mamba2",
         "falcon-mamba",

@@ -185,6 +185,63 @@ fn a_llama4_beside_a_model_of_images_is_loaded() {
     assert_refused(&dir, &["`lm_head.weight`", "is missing"]);
 }
 
+/// Gemma 4 as it is published, beside models of images and sounds, with heads by the fields of layers without a window, and with what
+/// would make the keys and values that a layer reads of another: the same logits.
+#[test]
+fn a_gemma4_beside_other_models_is_loaded() {
+    for name in ["gemma4", "gemma4-moe"] {
+        let dir = copy(name);
+        change_json(&dir, "config.json", |config| {
+            let mut text = config.clone();
+            let layers = text.as_object_mut().unwrap().remove("per_layer_config").unwrap();
+            let of_layer = layers.as_object().unwrap().values().next().unwrap();
+            text["global_head_dim"] = of_layer["head_dim"].clone();
+            text["num_global_key_value_heads"] = of_layer.get("num_key_value_heads").cloned().unwrap_or(Value::Null);
+            *config = json!({
+                "model_type": "gemma4", "text_config": text, "vision_config": {"depth": 1}, "audio_config": {"hidden_size": 8},
+                "image_token_id": 150, "boi_token_id": 151, "eoi_token_id": 152, "boa_token_id": 153, "eoa_token_index": 154,
+                "audio_token_id": 155, "video_token_id": 156, "eos_token_id": [2, 5],
+            });
+        });
+        change_tensors(&dir, |tensors| {
+            let all = std::mem::take(tensors);
+            tensors.extend(all.into_iter().map(|(name, of)| (name.replacen("model.", "model.language_model.", 1), of)));
+            for other in ["model.vision_tower.patch.weight", "model.embed_audio.projection.weight"] {
+                tensors.insert(other.into(), (Dtype::BF16, vec![2, 2], vec![0; 8]));
+            }
+            for part in ["k_proj.weight", "v_proj.weight", "k_norm.weight"].iter().filter(|_| name == "gemma4") {
+                let name = format!("model.language_model.layers.3.self_attn.{part}");
+                tensors.insert(name, (Dtype::BF16, vec![2, 2], vec![0; 8]));
+            }
+        });
+        assert_eq!(logits(dir.path()), logits(&checkpoint(name)), "{name}");
+        let passed = &load(dir.path()).unwrap().config().passed.clone();
+        let named = |what: &str| passed.iter().any(|line| line.contains(what));
+        assert!(
+            named("of a model of images, such as `model.vision_tower.") && named("of a model of sounds"),
+            "{passed:?}"
+        );
+        assert!(named("`eos_token_id` is [2,5], but text_config says 2"), "{passed:?}");
+        assert_eq!(named("3 tensors of keys and values that are another layer's"), name == "gemma4", "{passed:?}");
+    }
+    let dir = copy("gemma4");
+    change_json(&dir, "config.json", |config| {
+        (config["num_kv_shared_layers"], config["use_bidirectional_attention"]) = (json!(4), json!("all"));
+        config["per_layer_config"]["4"] = json!({"head_dim": 20, "sliding_window": 3});
+        config["vocab_size_per_layer_input"] = json!(100);
+        config["rope_parameters"].as_object_mut().unwrap().remove("sliding_attention");
+    });
+    let told = [
+        "`num_kv_shared_layers` is 4; layer 1 is of full_attention, and no layer before these is",
+        "`use_bidirectional_attention` is \"all\"",
+        "`per_layer_config.4.sliding_window` is 3; supported are head_dim and num_key_value_heads",
+        "`per_layer_config` gives layers of full_attention heads of 16 and of 20 elements",
+        "`vocab_size_per_layer_input` is 100; each of the 160 tokens",
+        "`rope_parameters.sliding_attention` is missing",
+    ];
+    assert_refused(&dir, &told);
+}
+
 #[test]
 fn shards_give_the_same_logits() {
     let dir = copy("qwen3-adder");

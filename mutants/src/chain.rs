@@ -172,6 +172,14 @@ pub const MUTATIONS: &[Mutation] = &[
         answer: |mutant, case| mutant.model(case, ModelMutation::GateOfNextHead),
     },
     Mutation {
+        name: "input_of_next_block",
+        about: "A block of Gemma 4 reads the input of the next one.",
+        op: "chain",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| mutant.model(case, ModelMutation::InputOfNextBlock),
+    },
+    Mutation {
         name: "experts_by_arrival",
         about: "Experts are summed in the order of their numbers where several tokens run together.",
         op: "chain",

@@ -234,4 +234,12 @@ pub const MUTATIONS: &[Mutation] = &[
         also_red: Others::Are(&[]),
         answer: |mutant, case| mutant.model(case, ModelMutation::RecomputedAttention),
     },
+    Mutation {
+        name: "lent_keys_untrained",
+        about: "Keys and values have no gradient of the later blocks that read them.",
+        op: "chain_backward",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| mutant.model(case, ModelMutation::LentUntrained),
+    },
 ];

@@ -41,6 +41,10 @@ pub enum ModelMutation {
     RuleForgets,
     /// Heads of attention behind gates have the gate of the next one.
     GateOfNextHead,
+    /// Blocks with inputs of their own have those of the next one.
+    InputOfNextBlock,
+    /// Keys and values of a block have no gradient of the later blocks that read them.
+    LentUntrained,
     /// What attention makes is a little larger in a layer that is run again for its reverse.
     RecomputedAttention,
 }
@@ -62,6 +66,10 @@ pub struct ModelMutant<P> {
     projected: Vec<f32>,
     /// Of each layer how many gates its attention has, 0 for none.
     gates: Vec<usize>,
+    /// Elements of the inputs that blocks have of their own.
+    input: Option<usize>,
+    /// Which layers read keys and values of another.
+    borrows: Vec<bool>,
     /// The layers that a micro-batch has been through.
     attended: Vec<usize>,
     /// What entered the layer that runs, by sequence and position.
@@ -86,6 +94,8 @@ impl<P: Probe> ModelMutant<P> {
             normed: Vec::new(),
             projected: Vec::new(),
             gates: config.blocks.iter().map(|block| block.iter().map(gates_of).max().unwrap_or(0)).collect(),
+            input: config.inputs.as_ref().map(|inputs| inputs.width),
+            borrows: config.blocks.iter().map(|block| block.iter().any(borrows)).collect(),
             attended: Vec::new(),
             entered: BTreeMap::new(),
             beside,
@@ -218,6 +228,11 @@ impl<P> ModelMutant<P> {
                 let head = width / self.gates[layer];
                 seen.values.chunks_exact_mut(width).for_each(|row| row.rotate_left(head));
             }
+            (ModelMutation::InputOfNextBlock, "per_layer_inputs", _) => {
+                let input = self.input.expect("there are such inputs");
+                seen.values.chunks_exact_mut(width).for_each(|row| row.rotate_left(input));
+            }
+            (ModelMutation::LentUntrained, "dk" | "dv", Some(layer)) if self.borrows[layer] => seen.values.fill(0.0),
             (ModelMutation::ShiftAfterChunk, "input_norm" | "mlp_norm", _) => {
                 let rows = seen.values.chunks_exact(width).map(<[f32]>::to_vec);
                 self.entered = seen.tokens.iter().copied().zip(rows).collect();
@@ -250,6 +265,11 @@ fn gates_of(branch: &Branch) -> usize {
         Layer::Attention(attention) if attention.gate => attention.heads.queries,
         _ => 0,
     }
+}
+
+/// Whether the attention of a branch reads keys and values of another block.
+fn borrows(branch: &Branch) -> bool {
+    matches!(&branch.layer, Layer::Attention(attention) if attention.lender.is_some())
 }
 
 /// The root that a norm divides by.

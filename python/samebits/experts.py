@@ -25,7 +25,7 @@ _FAMILIES: dict[str, tuple[str, tuple[str, str, str]]] = {
 }
 _FORMS = {"gate_up_proj": "[E,2F,H]", "up_proj": "[E,F,H]", "down_proj": "[E,H,F]"}
 # Those whose folders hold all experts of a layer in one, as modules do.
-_TOGETHER = ("gpt_oss", "llama4_text")
+_TOGETHER = ("gpt_oss", "llama4_text", "gemma4_text")
 # Those whose folders have three convolutions where modules have one.
 _CUT = ("kimi_linear", "olmo_hybrid")
 # Of layers that are linear attentions; the others have a `post_attention_layernorm` in folders as well.

@@ -4,7 +4,7 @@ use super::Family;
 use super::parts::{Missing, attention, gated, heads, null_derived, only_silu, rope, scan_of};
 use crate::config::Config;
 use crate::fields::Fields;
-use crate::layers::branch::{self, Beside, Place};
+use crate::layers::branch::{self, Beside, Place, Reads};
 use crate::layers::head::Finish;
 use crate::layers::mamba2::{self, Gate};
 use crate::layers::{LayerPlan, attend, attention, mlp};
@@ -42,9 +42,10 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     // How many logits a generation makes, and what the code knows by itself.
     f.unread(&["num_logits_to_keep", "mamba_use_mlp", "mlp_expansion_factor", "attn_layer_indices"]);
     let beside = Beside {
-        before: None,
+        reads: Reads::Same,
         layer: LayerPlan::Attention(attention),
         factors: (outputs != [1.0; 2]).then_some(outputs),
+        behind: None,
     };
     let normed = branch::Plan::normed;
     let mixer = normed(Place::Mixer, "input_layernorm", LayerPlan::Mamba2(scan));

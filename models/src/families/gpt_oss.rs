@@ -15,7 +15,7 @@ pub(super) const FAMILY: Family = Family { mxfp4: true, ..Family::of("gpt_oss", 
 /// The experts: `gate_up_proj[E,hidden,2F]`, whose columns are of gate and up in turns, and `gate_up_proj_bias[E,2F]`; the same of
 /// `down_proj`.
 const EXPERTS: Stacked = Stacked {
-    names: ["experts.gate_up_proj", "experts.down_proj"],
+    names: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     ends: ["", "_bias"],
     transposed: true,
     takes_turns: true,

@@ -14,7 +14,10 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let expert = expert(c, f.required_size("intermediate_size"));
     // The softmax of the chosen logits: that of all, divided by the sum of the chosen.
     let experts = softmax_experts(f, f.required_size("num_local_experts"), expert, true);
-    let stacked = ExpertNames::Stacked(moe::Stacked::modules(["input_linear", "output_linear"]));
+    let stacked = ExpertNames::Stacked(moe::Stacked::modules([
+        "block_sparse_moe.input_linear",
+        "block_sparse_moe.output_linear",
+    ]));
     let names = moe::Names { block: "block_sparse_moe", router: "router.layer", experts: stacked };
     c.blocks = vec![block(c, f, LayerPlan::Moe(moe::Plan { names, ..experts })); layers];
 }

@@ -43,7 +43,10 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         _ => {
             let shared = Some(Shared { mlp: shared, name: None, gate: None });
             let expert = expert(c, f.size("intermediate_size").unwrap_or(11_008));
-            let experts = ExpertNames::Stacked(moe::Stacked::modules(["input_linear", "output_linear"]));
+            let experts = ExpertNames::Stacked(moe::Stacked::modules([
+                "block_sparse_moe.input_linear",
+                "block_sparse_moe.output_linear",
+            ]));
             let names = moe::Names { block: "block_sparse_moe", router: "router.layer", experts };
             let chosen = chosen_or(f, count, 2);
             LayerPlan::Moe(moe::Plan {

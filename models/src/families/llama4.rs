@@ -20,7 +20,7 @@ pub(super) const FAMILY: Family = Family { nested: Some("llama4"), ..Family::of(
 
 /// The experts: `gate_up_proj[E,hidden,2F]`, of which the first half of the columns are gates, and `down_proj[E,F,hidden]`.
 const EXPERTS: Stacked = Stacked {
-    names: ["experts.gate_up_proj", "experts.down_proj"],
+    names: ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"],
     ends: ["", ""],
     transposed: true,
     takes_turns: false,

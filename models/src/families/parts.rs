@@ -3,12 +3,12 @@
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::files::FLOAT;
-use crate::layers::branch::{self, Beside, Place};
+use crate::layers::branch::{self, Beside, Place, Reads};
 use crate::layers::heads::{NormOf, QkNorm, Rope};
 use crate::layers::mamba2::Gate;
 use crate::layers::mlp::Activation;
 use crate::layers::moe::Weighs;
-use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe};
+use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe, values};
 pub(super) use crate::rotary::Asked;
 use crate::rotary::{Rotary, Scaling};
 use samebits_ops::{Activation as Ungated, ChosenBy, GroupWorth, Pairing, Scoring};
@@ -140,7 +140,9 @@ pub(super) fn asked<'a>(c: &Config, head_dim: usize, theta: Option<f64>) -> Aske
 pub(super) fn push(c: &mut Config, rotary: Rotary) -> Rope {
     // The published length is that of the training; these scalings are there to go beyond it.
     let stretch = match rotary.scaling {
-        Scaling::Linear { factor } | Scaling::Dynamic { factor, .. } => c.max_positions as f64 * factor,
+        Scaling::Linear { factor } | Scaling::Proportional { factor, .. } | Scaling::Dynamic { factor, .. } => {
+            c.max_positions as f64 * factor
+        }
         Scaling::Yarn { factor, original, .. } => original as f64 * factor,
         _ => 0.0,
     };
@@ -163,6 +165,8 @@ pub(super) fn attention(c: &Config, heads: attend::Heads, rope: Rope) -> attenti
         o_bias: false,
         sinks: None,
         gate: false,
+        values: values::Plan::PLAIN,
+        lender: None,
         names,
     }
 }
@@ -232,7 +236,7 @@ pub(super) fn parallel(mixer: LayerPlan, mlp: LayerPlan, own: Option<&'static st
         layer: mixer,
         behind: None,
         factor: None,
-        beside: Some(Beside { before: own, layer: mlp, factors: None }),
+        beside: Some(Beside { reads: own.map_or(Reads::Same, Reads::Normed), layer: mlp, factors: None, behind: None }),
     }]
 }
 
@@ -350,6 +354,8 @@ pub(super) fn softmax_experts_of(count: usize, chosen: usize, expert: mlp::Plan,
         normalise,
         scale: 1.0,
         weighs: Weighs::Outputs,
+        forms: None,
+        expert_scale: None,
         names: moe::Names::PLAIN,
     }
 }

@@ -32,7 +32,7 @@ pub struct Heads {
     pub chunk: Option<usize>,
 }
 
-/// What attention reads of a step's tokens: `q[n,Hq,D]`, `k[n,Hkv,D]`, `v[n,Hkv,E]`.
+/// Gradients of what attention reads of a step's tokens: `q[n,Hq,D]`, `k[n,Hkv,D]`, `v[n,Hkv,E]`.
 pub(crate) struct Qkv {
     pub q: Tensor,
     pub k: Tensor,
@@ -41,7 +41,9 @@ pub(crate) struct Qkv {
 
 /// What attention made, and what it made it from.
 pub(crate) struct Attended {
-    qkv: Qkv,
+    q: Tensor,
+    /// Keys and values; none where another layer has put them to those of the tokens before, and no reverse pass will read them.
+    kv: Option<[Tensor; 2]>,
     /// `[n,Hq * E]`
     pub heads: Tensor,
     /// `[n,Hq]`
@@ -107,23 +109,36 @@ impl Heads {
         }
     }
 
-    /// Puts keys and values to those of the tokens before, and attends to all of them.
+    /// Puts keys and values to those of the tokens before, unless another layer has done so, and attends to all of them.
     pub(crate) fn forward(
         &self,
         pass: &mut Pass,
         state: &mut LayerState,
-        mut qkv: Qkv,
+        (mut q, mut kv): (Tensor, Option<[Tensor; 2]>),
         sinks: Option<&Vector>,
     ) -> Result<Attended, ModelError> {
-        let Qkv { q, k, v } = &mut qkv;
-        pass.see("q", q)?;
-        pass.see("k", k)?;
-        pass.see("v", v)?;
+        pass.see("q", &mut q)?;
         let (n, inputs, [keys, values]) = (pass.step.rows(), pass.inputs, state.pages());
-        for (from, to) in [(&*k, &mut *keys), (&*v, &mut *values)] {
-            let width = to.shape()[1];
-            let part = Part { rows: Some(&inputs.rows), ..Part::whole(width) };
-            pass.machine.copy_rows([n, width], (from, Part::whole(width)), (to, part))?;
+        let place = |width| Part { rows: Some(&inputs.rows), ..Part::whole(width) };
+        match &mut kv {
+            Some([k, v]) => {
+                pass.see("k", k)?;
+                pass.see("v", v)?;
+                for (from, to) in [(&*k, &mut *keys), (&*v, &mut *values)] {
+                    let width = to.shape()[1];
+                    pass.machine.copy_rows([n, width], (from, Part::whole(width)), (to, place(width)))?;
+                }
+            }
+            None if pass.keeps => {
+                let there = |from: &Tensor| -> Result<Tensor, ModelError> {
+                    let width = from.shape()[1];
+                    let mut to = pass.empty(pass.dtype, &[n, width])?;
+                    pass.machine.copy_rows([n, width], (from, place(width)), (&mut to, Part::whole(width)))?;
+                    Ok(to)
+                };
+                kv = Some([there(keys)?, there(values)?]);
+            }
+            None => {}
         }
         let q_pos = pass.hook.positions(pass.layer, pass.step, &inputs.attention.q_pos)?;
         let mut heads = pass.room("heads", pass.dtype, &[n, self.queries * self.value_dim])?;
@@ -133,12 +148,12 @@ impl Heads {
             &shape,
             &inputs.attention,
             &q_pos,
-            [q, &*keys, &*values],
+            [&q, &*keys, &*values],
             sinks.map(|sinks| &sinks.w),
             out,
         )?;
         pass.see("attention", &mut heads)?;
-        Ok(Attended { qkv, heads, lse })
+        Ok(Attended { q, kv, heads, lse })
     }
 
     /// From `dheads`, as attention reads it: those of queries, keys and values, in f32. Those of rows of no sequence are +0.
@@ -152,7 +167,8 @@ impl Heads {
         if let Some(sinks) = sinks {
             self.add_sinks(back, &attended, sinks, dheads)?;
         }
-        let (Attended { qkv, heads, lse }, n, f32) = (attended, dheads.shape()[0], DType::Fp32);
+        let (Attended { q: queries, kv, heads, lse }, n, f32) = (attended, dheads.shape()[0], DType::Fp32);
+        let [keys, values] = kv.expect("a reverse pass follows");
         let (q, k) = ([self.queries, self.key_dim], [self.keys, self.key_dim]);
         let (v, o) = ([self.keys, self.value_dim], [self.queries, self.value_dim]);
         let attributes = Attributes::new()
@@ -168,9 +184,9 @@ impl Heads {
             let lengths: Vec<i32> = block.lengths.iter().map(|&length| length as i32).collect();
             let (positions, mask) = (block.positions(), block.mask());
             let inputs = [
-                ("q", block.view(&qkv.q, &q)?),
-                ("k", block.view(&qkv.k, &k)?),
-                ("v", block.view(&qkv.v, &v)?),
+                ("q", block.view(&queries, &q)?),
+                ("k", block.view(&keys, &k)?),
+                ("v", block.view(&values, &v)?),
                 ("out", block.view(&heads, &o)?),
                 ("lse", block.view(&lse, &[self.queries])?),
                 ("dout", block.view(dheads, &o)?),

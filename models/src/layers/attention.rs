@@ -2,6 +2,9 @@
 //!
 //! Matrices are cut by rows when they are loaded, so that the rotary part of a head comes out in f32 and is rounded after
 //! its rotation, and everything else is rounded once by its product; joining the parts of a head only copies.
+//!
+//! The keys and values of a block may be those of an earlier one: the gradients of all that read them are added from the last block to the
+//! first.
 
 use super::WIDTH;
 use super::arithmetic::{self, gated_backward};
@@ -10,6 +13,7 @@ use super::heads::{Heads, QkNorm, Rope, Rotation};
 use super::linear::Linear;
 use super::loader::Loader;
 use super::norm::{self, Vector};
+use super::values::{self, Gradient, Values};
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::pass::Pass;
@@ -39,6 +43,10 @@ pub struct Plan {
     pub sinks: Option<&'static str>,
     /// Whether heads are multiplied with the sigmoids of gates, whose projection stands behind that of each query.
     pub gate: bool,
+    /// What values are made of.
+    pub values: values::Plan,
+    /// The number of the block whose keys and values it reads; `None` for those of its own.
+    pub lender: Option<usize>,
     /// The names of its tensors.
     pub names: Names,
 }
@@ -101,6 +109,17 @@ impl Plan {
         if self.q_table.is_some() && is_partial {
             return Err("queries with a table of their own are rotated as a whole");
         }
+        let values::Plan { of_keys, norm } = self.values;
+        let special = of_keys || norm.is_some() || self.lender.is_some();
+        if special && (!matches!(self.names.qkv, QkvNames::Each(_)) || is_partial || self.gate) {
+            return Err(
+                "values with a norm or of another projection are those of plain projections, rotated as a whole",
+            );
+        }
+        let raw_keys = self.norm.is_some_and(|qk| !qk.behind) && norm.is_some_and(|norm| norm.kind == norm::Kind::Rms);
+        if of_keys && (self.heads.value_dim != self.heads.key_dim || !raw_keys) {
+            return Err("values of the projection of the keys are as wide, and both have norms before all else");
+        }
         self.heads.check()?;
         self.q_rope().check(self.heads.key_dim, tables)?;
         self.rope.check(self.heads.key_dim, tables)
@@ -110,11 +129,16 @@ impl Plan {
 pub(crate) struct Attention {
     heads: attend::Heads,
     q: Heads,
-    k: Heads,
-    v: Linear,
+    kv: KeysValues,
     o: Linear,
     sinks: Option<Vector>,
     gate: Option<Linear>,
+}
+
+/// Where its keys and values come from.
+enum KeysValues {
+    Own(Box<(Heads, Values)>),
+    Of(usize),
 }
 
 /// What a reverse pass reads, beside a.
@@ -122,6 +146,8 @@ pub(crate) struct Saved {
     /// Heads before their norm.
     q_raw: Option<Tensor>,
     k_raw: Option<Tensor>,
+    /// Values before theirs.
+    v_raw: Option<Tensor>,
     attended: Attended,
     gated: Option<Gated>,
 }
@@ -142,6 +168,15 @@ impl Attention {
         let [q_rope, k_rope] = [plan.q_rope(), rope];
         let whole = |rope, count, projection| Heads::new(count, rotary, projection, Rotation::new(&rope));
         let all = |rope, count, projection| Heads::new(count, d, projection, Rotation::new(&rope)).passing(nope);
+        if let (Some(lender), QkvNames::Each([q, ..])) = (plan.lender, names.qkv) {
+            let mut q = whole(q_rope, heads.queries, loader.linear(q, q_width, hidden, bias)?);
+            if let Some(norm) = &plan.norm {
+                q = q.with_norm(loader, names.norms[0], norm)?;
+            }
+            let o = loader.linear(names.o, hidden, o_width, plan.o_bias)?;
+            let sinks = plan.sinks.map(|name| loader.vector(name, heads.queries)).transpose()?;
+            return Ok(Attention { heads, q, kv: KeysValues::Of(lender), o, sinks, gate: None });
+        }
         let mut gate = None;
         let (mut q, mut k, v) = match names.qkv {
             QkvNames::Each([q_name, k_name, v_name]) if plan.gate => {
@@ -149,18 +184,14 @@ impl Attention {
                 let [k, v] = [(k_name, k_width), (v_name, v_width)]
                     .map(|(name, width)| loader.linear(name, width, hidden, bias));
                 gate = Some(of_gates);
-                (all(q_rope, heads.queries, q), all(k_rope, heads.keys, k?), v?)
-            }
-            QkvNames::Each(names) if nope == 0 => {
-                let [q, k, v] = [(names[0], q_width), (names[1], k_width), (names[2], v_width)]
-                    .map(|(name, width)| loader.linear(name, width, hidden, bias));
-                (whole(q_rope, heads.queries, q?), whole(k_rope, heads.keys, k?), v?)
+                (all(q_rope, heads.queries, q), all(k_rope, heads.keys, k?), Some(v?))
             }
             // A norm sees all elements of a head, so they come of one projection.
-            QkvNames::Each(names) if plan.norm.is_some() => {
-                let [q, k, v] = [(names[0], q_width), (names[1], k_width), (names[2], v_width)]
-                    .map(|(name, width)| loader.linear(name, width, hidden, bias));
-                (all(q_rope, heads.queries, q?), all(k_rope, heads.keys, k?), v?)
+            QkvNames::Each([q, k, v]) if nope == 0 || plan.norm.is_some() => {
+                let mut linear = |name, width| loader.linear(name, width, hidden, bias);
+                let (q, k) = (linear(q, q_width)?, linear(k, k_width)?);
+                let v = if plan.values.of_keys { None } else { Some(linear(v, v_width)?) };
+                (all(q_rope, heads.queries, q), all(k_rope, heads.keys, k), v)
             }
             QkvNames::Each([q, k, v]) => {
                 let mut cut = |rope, name, count| -> Result<Heads, ModelError> {
@@ -168,21 +199,21 @@ impl Attention {
                     Ok(whole(rope, count, rotated).with_nope(passed, nope))
                 };
                 let (q, k) = (cut(q_rope, q, heads.queries)?, cut(k_rope, k, heads.keys)?);
-                (q, k, loader.linear(v, v_width, hidden, bias)?)
+                (q, k, Some(loader.linear(v, v_width, hidden, bias)?))
             }
             QkvNames::ByHead(name) if nope == 0 => {
                 let [q, k, v] = loader.parts(name, heads.keys, [d, d, heads.value_dim], hidden, bias)?;
-                (whole(q_rope, heads.queries, q), whole(k_rope, heads.keys, k), v)
+                (whole(q_rope, heads.queries, q), whole(k_rope, heads.keys, k), Some(v))
             }
             QkvNames::ByHead(name) => {
                 let widths = [rotary, nope, rotary, nope, heads.value_dim];
                 let [q, q_nope, k, k_nope, v] = loader.parts(name, heads.keys, widths, hidden, bias)?;
                 let (q, k) = (whole(q_rope, heads.queries, q), whole(k_rope, heads.keys, k));
-                (q.with_nope(q_nope, nope), k.with_nope(k_nope, nope), v)
+                (q.with_nope(q_nope, nope), k.with_nope(k_nope, nope), Some(v))
             }
             QkvNames::Fused(name) if nope == 0 => {
                 let [q, k, v] = loader.parts(name, 1, [q_width, k_width, v_width], hidden, bias)?;
-                (whole(q_rope, heads.queries, q), whole(k_rope, heads.keys, k), v)
+                (whole(q_rope, heads.queries, q), whole(k_rope, heads.keys, k), Some(v))
             }
             QkvNames::Fused(name) => {
                 // Query, key and value heads one behind the other, as if they were heads of one matrix.
@@ -193,7 +224,7 @@ impl Attention {
                 };
                 let (q, k) = (cut(q_rope, 0, heads.queries)?, cut(k_rope, q_width, heads.keys)?);
                 let [v] = loader.cut(name, &all, None, q_width + k_width, heads.keys, [heads.value_dim])?;
-                (q, k, v)
+                (q, k, Some(v))
             }
         };
         if let Some(norm) = &plan.norm {
@@ -202,20 +233,34 @@ impl Attention {
         }
         let o = loader.linear(names.o, hidden, o_width, plan.o_bias)?;
         let sinks = plan.sinks.map(|name| loader.vector(name, heads.queries)).transpose()?;
-        Ok(Attention { heads, q, k, v, o, sinks, gate })
+        let v = Values::new(v, &plan.values, &heads)?;
+        Ok(Attention { heads, q, kv: KeysValues::Own(Box::new((k, v))), o, sinks, gate })
     }
 
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
         self.q.move_to(cpu, device)?;
-        self.k.move_to(cpu, device)?;
-        self.v.move_to(cpu, device)?;
+        if let KeysValues::Own(own) = &mut self.kv {
+            own.0.move_to(cpu, device)?;
+            own.1.move_to(cpu, device)?;
+        }
         self.sinks.as_mut().map_or(Ok(()), |sinks| sinks.move_to(device))?;
         self.gate.as_mut().map_or(Ok(()), |gate| gate.move_to(cpu, device))?;
         self.o.move_to(cpu, device)
     }
 
     pub fn state(&self) -> Kind {
-        self.heads.state()
+        match self.kv {
+            KeysValues::Own(_) => self.heads.state(),
+            KeysValues::Of(_) => Kind::None,
+        }
+    }
+
+    /// The block whose keys and values it reads, where these are not its own: the state of that is its state.
+    pub fn lender(&self) -> Option<usize> {
+        match self.kv {
+            KeysValues::Own(_) => None,
+            KeysValues::Of(lender) => Some(lender),
+        }
     }
 
     /// `a[n,hidden] -> y[n,hidden]`
@@ -227,21 +272,27 @@ impl Attention {
         y: &mut Tensor,
     ) -> Result<Option<Saved>, ModelError> {
         let (q, q_raw) = self.q.forward(pass, a)?;
-        let (k, k_raw) = self.k.forward(pass, a)?;
-        let v = self.v.apply(pass, a.view(), pass.dtype)?;
-        let attended = self.heads.forward(pass, state, Qkv { q, k, v }, self.sinks.as_ref())?;
+        let (mut kv, mut k_raw, mut v_raw) = (None, None, None);
+        if let KeysValues::Own(own) = &self.kv {
+            let (keys, values) = &**own;
+            let raw = keys.project(pass, a)?;
+            let (v, of_norm) = values.forward(pass, a, &raw)?;
+            let (k, of_keys) = keys.forward_of(pass, a, raw)?;
+            (kv, k_raw, v_raw) = (Some([k, v]), of_keys, of_norm);
+        }
+        let attended = self.heads.forward(pass, state, (q, kv), self.sinks.as_ref())?;
         let gated = match &self.gate {
             None => None,
             Some(gate) => Some(Gated::forward(pass, gate, a, &attended.heads)?),
         };
         let heads = gated.as_ref().map_or(&attended.heads, |gated| &gated.product);
         self.o.apply_to(pass, 0, heads.view(), y.view_mut())?;
-        Ok(attended.keep(pass).map(|attended| Saved { q_raw, k_raw, attended, gated }))
+        Ok(attended.keep(pass).map(|attended| Saved { q_raw, k_raw, v_raw, attended, gated }))
     }
 
     /// From `dy[n,hidden]` in f32: that of a, in f32.
     pub fn backward(&self, back: &mut Backward, a: &Tensor, saved: Saved, dy: &Tensor) -> Result<Tensor, ModelError> {
-        let (Saved { q_raw, k_raw, attended, gated }, mask, dtype) = (saved, back.mask, back.pass.dtype);
+        let (Saved { q_raw, k_raw, v_raw, attended, gated }, mask, dtype) = (saved, back.mask, back.pass.dtype);
         let (mut dheads, from_gate) = match (&self.gate, gated) {
             (Some(gate), Some(gated)) => {
                 let dproduct = self.o.backward(back, 0, gated.product.view(), dy.view(), mask, DType::Fp32)?;
@@ -252,11 +303,28 @@ impl Attention {
         };
         back.see("dattention", &mut dheads)?;
         let Qkv { q: dq, k: dk, v: dv } = self.heads.backward(back, attended, self.sinks.as_ref(), &dheads)?;
-        let from_q = self.q.backward(back, a, q_raw, dq)?;
-        let from_k = self.k.backward(back, a, k_raw, dk)?;
-        let from_v = self.v.backward(back, 0, a.view(), dv.view(), mask, DType::Fp32)?;
-        let sum = back.sum(from_q, from_k)?;
-        let sum = back.sum(sum, from_v)?;
+        let from_q = self.q.backward(back, a, (q_raw, None), dq)?;
+        let sum = match &self.kv {
+            KeysValues::Of(lender) => {
+                back.add_lent(*lender, [dk, dv])?;
+                from_q
+            }
+            KeysValues::Own(own) => {
+                let (keys, values) = &**own;
+                let [dk, dv] = back.with_lent([dk, dv])?;
+                match values.backward(back, a, v_raw.as_ref().or(k_raw.as_ref()), dv)? {
+                    Gradient::Keys(more) => {
+                        let from_k = keys.backward(back, a, (k_raw, Some(more)), dk)?;
+                        back.sum(from_q, from_k)?
+                    }
+                    Gradient::Input(from_v) => {
+                        let from_k = keys.backward(back, a, (k_raw, None), dk)?;
+                        let sum = back.sum(from_q, from_k)?;
+                        back.sum(sum, from_v)?
+                    }
+                }
+            }
+        };
         match from_gate {
             Some(from_gate) => back.sum(sum, from_gate),
             None => Ok(sum),

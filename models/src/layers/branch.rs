@@ -44,12 +44,25 @@ impl Plan {
 /// A layer of a branch beside its first one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Beside {
-    /// The name of the norm before it, without `.weight`; `None` where it reads what the first layer reads.
-    pub before: Option<&'static str>,
+    /// What it reads.
+    pub reads: Reads,
     /// The layer.
     pub layer: LayerPlan,
     /// Factors of what the first layer makes, and of what this one makes, where there are any.
     pub factors: Option<[f64; 2]>,
+    /// The names of norms of what the first layer makes, and of what this one makes, without `.weight`, where there are any.
+    pub behind: Option<[&'static str; 2]>,
+}
+
+/// What a layer beside another reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reads {
+    /// What the first layer reads.
+    Same,
+    /// The residual stream behind a norm of this name, without `.weight`.
+    Normed(&'static str),
+    /// The residual stream itself, in f32; it has norms of its own.
+    Stream,
 }
 
 /// The place of a branch in its block, by which the sites of its values are called.
@@ -61,6 +74,8 @@ pub enum Place {
     Mlp,
     /// All of the block: a layer that mixes tokens, and beside it one that does not.
     Whole,
+    /// Works on an input of the block's own.
+    PerLayer,
 }
 
 /// The names of the values of a branch, and of their gradients.
@@ -101,6 +116,13 @@ impl Place {
                 sum: ["sum", "dsum"],
                 beside: "mlp",
             },
+            Place::PerLayer => &Sites {
+                norm: ["per_layer_norm", "dper_layer_norm"],
+                made: ["per_layer", "dper_layer"],
+                behind: "post_per_layer_norm",
+                sum: ["per_layer_sum", "dper_layer_sum"],
+                beside: "beside",
+            },
         }
     }
 }
@@ -132,12 +154,24 @@ impl Stream {
         [&mut self.x, &mut self.sum]
     }
 
-    /// Adds what the last branch made to x.
+    /// Adds what the last branch made to x, where that is not there yet.
     pub fn add(&mut self, pass: &mut Pass) -> Result<(), ModelError> {
+        if self.added_by.is_none() {
+            return Ok(());
+        }
         let Stream { x, y, sum, .. } = self;
         pass.op("add", &Attributes::new(), &[("a", x.view()), ("b", y.view())], [("y", sum.view_mut())])?;
         swap(x, sum);
         self.see_sum(pass)
+    }
+
+    /// The same, and multiplies the sum.
+    pub fn multiply(&mut self, pass: &mut Pass, factor: &Attributes) -> Result<(), ModelError> {
+        self.add(pass)?;
+        let Stream { x, sum, .. } = self;
+        pass.op("scale", factor, &[("x", x.view())], [("y", sum.view_mut())])?;
+        swap(x, sum);
+        pass.see("block_factor", x)
     }
 
     /// The normed form of x in a.
@@ -156,9 +190,7 @@ impl Stream {
                 self.see_sum(pass)
             }
             None => {
-                if self.added_by.is_some() {
-                    self.add(pass)?;
-                }
+                self.add(pass)?;
                 pass.round(&self.x, &mut self.a)
             }
         }
@@ -182,8 +214,20 @@ pub(crate) struct Branch {
 /// A [`Beside`].
 struct Second {
     before: Option<Norm>,
+    /// Whether it reads the stream itself.
+    of_stream: bool,
     layer: Layer,
     factors: Option<[Attributes; 2]>,
+    behind: Option<[Norm; 2]>,
+}
+
+/// What a reverse pass reads of it.
+struct SavedBeside {
+    /// The form of the stream that it alone read.
+    own: Option<Tensor>,
+    layer: LayerSaved,
+    /// What both layers made, where norms read it.
+    made: Option<[Tensor; 2]>,
 }
 
 /// What a reverse pass reads.
@@ -192,8 +236,7 @@ pub(crate) struct Saved {
     x: Tensor,
     a: Tensor,
     layer: LayerSaved,
-    /// What the layer beside it read, where that is not a, and saved.
-    beside: Option<(Option<Tensor>, LayerSaved)>,
+    beside: Option<SavedBeside>,
     /// What the layers made, where a norm reads it.
     made: Option<Tensor>,
 }
@@ -211,16 +254,21 @@ impl Branch {
     /// Takes the weights to a device.
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
         self.layer.move_to(cpu, device)?;
-        if let Some(beside) = &mut self.beside {
-            beside.layer.move_to(cpu, device)?;
-            beside.before.as_mut().map_or(Ok(()), |norm| norm.move_to(device))?;
-        }
+        self.beside.as_mut().map_or(Ok(()), |beside| beside.move_to(cpu, device))?;
         [&mut self.before, &mut self.behind].into_iter().flatten().try_for_each(|norm| norm.move_to(device))
     }
 
     /// Its layers.
     fn layers(&self) -> impl Iterator<Item = &Layer> {
         std::iter::once(&self.layer).chain(self.beside.iter().map(|beside| &beside.layer))
+    }
+
+    /// The block whose keys and values its first layer reads, where these are not its own.
+    pub fn lender(&self) -> Option<usize> {
+        match &self.layer {
+            Layer::Attention(attention) => attention.lender(),
+            _ => None,
+        }
     }
 
     /// What each of its layers keeps of a sequence from step to step.
@@ -243,15 +291,7 @@ impl Branch {
         let layer = self.layer.forward(pass, &mut states[0], a, y)?;
         pass.see(sites.made[0], y)?;
         let beside = match &self.beside {
-            Some(beside) => {
-                if let Some([own, _]) = &beside.factors {
-                    pass.op("scale", own, &[("x", y.view())], [("y", sum.view_mut())])?;
-                    swap(y, sum);
-                }
-                let saved = beside.forward(pass, &mut states[1], [&*x, &*a], sites.beside, y, sum)?;
-                swap(y, sum);
-                saved
-            }
+            Some(beside) => beside.forward(pass, &mut states[1], [&*x, &*a], sites.beside, [&mut *y, &mut *sum])?,
             None => None,
         };
         let mut made = None;
@@ -284,20 +324,23 @@ impl Branch {
             back.see(sites.made[1], dmade)?;
         }
         let dy = dmade.as_ref().unwrap_or(dsum);
-        let factors = self.beside.as_ref().and_then(|beside| beside.factors.as_ref());
-        let scaled = factors.map(|[own, _]| back.pass.scaled(own, dy)).transpose()?;
-        let mut da = self.layer.backward(back, &a, layer, scaled.as_ref().unwrap_or(dy))?;
-        // Of the layer beside it, where that reads another form of the stream.
+        let beside = self.beside.as_ref().zip(beside);
+        let [first, second] = match &beside {
+            Some((beside, saved)) => beside.backward(back, saved.made.as_ref(), dy)?,
+            None => [None, None],
+        };
+        let mut da = self.layer.backward(back, &a, layer, first.as_ref().unwrap_or(dy))?;
+        // Of the layer beside it, where that reads another form of the stream, and the norm before that.
         let mut other = None;
-        if let (Some(Second { before, layer, .. }), Some((own, saved))) = (&self.beside, beside) {
-            let scaled = factors.map(|[_, own]| back.pass.scaled(own, dy)).transpose()?;
-            let mut db = layer.backward(back, own.as_ref().unwrap_or(&a), saved, scaled.as_ref().unwrap_or(dy))?;
-            match before {
-                Some(norm) => {
-                    back.see(BESIDE_NORM[1], &mut db)?;
-                    other = Some((norm, db));
-                }
-                None => da = back.sum(&da, &db)?,
+        if let Some((Second { before, of_stream, layer, .. }, SavedBeside { own, layer: saved, .. })) = beside {
+            let read = if *of_stream { &x } else { own.as_ref().unwrap_or(&a) };
+            let mut db = layer.backward(back, read, saved, second.as_ref().unwrap_or(dy))?;
+            if before.is_some() {
+                back.see(BESIDE_NORM[1], &mut db)?;
+            }
+            match before.is_some() || *of_stream {
+                true => other = Some((before, db)),
+                false => da = back.sum(&da, &db)?,
             }
         }
         back.see(sites.norm[1], &mut da)?;
@@ -306,7 +349,8 @@ impl Branch {
             None => back.sum(&da, dsum)?,
         };
         match other {
-            Some((norm, db)) => norm.add_backward(back, &x, &db, &dx),
+            Some((Some(norm), db)) => norm.add_backward(back, &x, &db, &dx),
+            Some((None, db)) => back.sum(&dx, &db),
             None => Ok(dx),
         }
     }
@@ -320,24 +364,40 @@ impl Branch {
 /// Behind a norm of its own before a layer beside another, and the gradient there.
 const BESIDE_NORM: [&str; 2] = ["mlp_norm", "dmlp_norm"];
 
+/// Behind norms of what the two made.
+const BESIDE_BEHIND: [&str; 2] = ["post_first_norm", "post_beside_norm"];
+
 impl Second {
     fn load(loader: &mut Loader, plan: &Beside, hidden: usize, norms: &norm::Plan) -> Result<Second, ModelError> {
-        let before = plan.before.map(|name| Norm::load(loader, name, hidden, norms)).transpose()?;
+        let mut norm = |name| Norm::load(loader, name, hidden, norms);
+        let before = match plan.reads {
+            Reads::Normed(name) => Some(norm(name)?),
+            Reads::Same | Reads::Stream => None,
+        };
+        let behind = match plan.behind {
+            Some([first, own]) => Some([norm(first)?, norm(own)?]),
+            None => None,
+        };
         let factors = plan.factors.map(|factors| factors.map(|factor| Attributes::new().with("factor", factor)));
-        Ok(Second { before, layer: Layer::load(loader, &plan.layer)?, factors })
+        let of_stream = plan.reads == Reads::Stream;
+        Ok(Second { before, of_stream, layer: Layer::load(loader, &plan.layer)?, factors, behind })
     }
 
-    /// What it makes of the stream x, whose form for the first layer is a, is added to `y`, what that made, in `sum`. What a reverse
-    /// pass reads of it, where one will follow.
+    fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        self.layer.move_to(cpu, device)?;
+        self.before.iter_mut().chain(self.behind.iter_mut().flatten()).try_for_each(|norm| norm.move_to(device))
+    }
+
+    /// What it makes of the stream x, whose form for the first layer is a, is added to `y`, what that made, with `sum` as room. What a
+    /// reverse pass reads of it, where one will follow.
     fn forward(
         &self,
         pass: &mut Pass,
         state: &mut LayerState,
         [x, a]: [&Tensor; 2],
         site: &'static str,
-        y: &Tensor,
-        sum: &mut Tensor,
-    ) -> Result<Option<(Option<Tensor>, LayerSaved)>, ModelError> {
+        [y, sum]: [&mut Tensor; 2],
+    ) -> Result<Option<SavedBeside>, ModelError> {
         let mut own = None;
         if let Some(norm) = &self.before {
             let mut normed = pass.room("beside_norm", pass.dtype, x.shape())?;
@@ -346,21 +406,53 @@ impl Second {
             own = Some(normed);
         }
         let mut made = pass.room("beside", DType::Fp32, x.shape())?;
-        let saved = self.layer.forward(pass, state, own.as_ref().unwrap_or(a), &mut made)?;
+        let read = if self.of_stream { x } else { own.as_ref().unwrap_or(a) };
+        let layer = self.layer.forward(pass, state, read, &mut made)?;
         pass.see(site, &mut made)?;
-        if let Some([_, own]) = &self.factors {
-            pass.op("scale", own, &[("x", made.view())], [("y", sum.view_mut())])?;
-            swap(&mut made, sum);
+        if let Some([first, own]) = &self.factors {
+            for (made, factor) in [(&mut *y, first), (&mut made, own)] {
+                pass.op("scale", factor, &[("x", made.view())], [("y", sum.view_mut())])?;
+                swap(made, sum);
+            }
+        }
+        let mut before = None;
+        if let Some(norms) = &self.behind {
+            before = pass.kept([&*y, &made])?;
+            for ((made, norm), site) in [&mut *y, &mut made].into_iter().zip(norms).zip(BESIDE_BEHIND) {
+                norm.forward(pass, made, sum)?;
+                swap(made, sum);
+                pass.see(site, made)?;
+            }
         }
         let inputs = [("a", y.view()), ("b", made.view())];
         pass.op("add", &Attributes::new(), &inputs, [("y", sum.view_mut())])?;
+        swap(y, sum);
         pass.leave([("beside", made)]);
-        if let Some(saved) = saved {
-            return Ok(Some((own, saved)));
+        if let Some(layer) = layer {
+            return Ok(Some(SavedBeside { own, layer, made: before }));
         }
         if let Some(own) = own {
             pass.leave([("beside_norm", own)]);
         }
         Ok(None)
+    }
+
+    /// From `dy` of the sum: that of what each of the two layers made, where it is another.
+    fn backward(
+        &self,
+        back: &mut Backward,
+        made: Option<&[Tensor; 2]>,
+        dy: &Tensor,
+    ) -> Result<[Option<Tensor>; 2], ModelError> {
+        let mut of_both = [None, None];
+        for (i, of_one) in of_both.iter_mut().enumerate() {
+            if let (Some(norms), Some(made)) = (&self.behind, made) {
+                *of_one = Some(norms[i].backward(back, &made[i], dy)?);
+            }
+            if let Some(factors) = &self.factors {
+                *of_one = Some(back.pass.scaled(&factors[i], of_one.as_ref().unwrap_or(dy))?);
+            }
+        }
+        Ok(of_both)
     }
 }

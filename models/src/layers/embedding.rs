@@ -3,6 +3,7 @@
 use super::linear::{Linear, Source};
 use super::loader::Loader;
 use super::norm::Norm;
+use super::per_layer::inputs::Inputs;
 use crate::ModelError;
 use crate::audit::differs;
 use crate::backward::Backward;
@@ -11,7 +12,7 @@ use crate::machine::typed;
 use crate::pass::Pass;
 use crate::sums::Of;
 use samebits_ops::device::Device;
-use samebits_ops::{Attributes, Backend, DType, Element, Tensor, embedding_dw};
+use samebits_ops::{Attributes, Backend, Cpu, DType, Element, Tensor, embedding_dw};
 use std::mem::swap;
 use std::sync::Arc;
 
@@ -27,6 +28,8 @@ pub(crate) struct Embedding {
     positions: Option<(Arc<Tensor>, String)>,
     /// Behind both, where there is one.
     norm: Option<Norm>,
+    /// What is made of it for the blocks alone, where there is any.
+    inputs: Option<Inputs>,
 }
 
 impl Embedding {
@@ -56,13 +59,16 @@ impl Embedding {
             None => None,
         };
         let norm = c.embed_norm.map(|name| Norm::load(loader, name, hidden, &c.norms)).transpose()?;
+        let inputs = c.inputs.as_ref().map(|plan| Inputs::load(loader, plan, [hidden, c.layers()], &c.norms));
+        let inputs = inputs.transpose()?;
         let (scale, name) =
             (c.embed_scale.map(|factor| Attributes::new().with("factor", factor)), format!("{of_tokens}.weight"));
-        Ok((Embedding { table, hidden, name, scale, positions, norm }, head))
+        Ok((Embedding { table, hidden, name, scale, positions, norm, inputs }, head))
     }
 
     /// Takes the tables to a device.
-    pub fn move_to(&mut self, device: &Device) -> Result<(), ModelError> {
+    pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        self.inputs.as_mut().map_or(Ok(()), |inputs| inputs.move_to(cpu, device))?;
         if let Some(table) = &mut self.table {
             *table = Arc::new(Backend::upload(device, table.view())?);
         }
@@ -79,7 +85,11 @@ impl Embedding {
             norm.forward(pass, x, room)?;
             swap(x, room);
         }
-        pass.see_at(None, "embed", x)
+        pass.see_at(None, "embed", x)?;
+        if let Some(inputs) = &self.inputs {
+            pass.carried = Some(inputs.forward(pass, x)?);
+        }
+        Ok(())
     }
 
     /// The same before the norm.
@@ -109,10 +119,19 @@ impl Embedding {
         tokens: &[i32],
         mut dx: Tensor,
     ) -> Result<(), ModelError> {
-        if let Some(norm) = &self.norm {
+        let embedded = |back: &mut Backward, dx: &Tensor| -> Result<Tensor, ModelError> {
             let [mut x, mut room] =
                 [back.pass.empty(DType::Fp32, dx.shape())?, back.pass.empty(DType::Fp32, dx.shape())?];
             self.look_up(&mut back.pass, head, [&mut x, &mut room])?;
+            Ok(x)
+        };
+        if let (Some(inputs), Some(of_inputs)) = (&self.inputs, back.carried.take()) {
+            let x = embedded(back, &dx)?;
+            let from_inputs = inputs.backward(back, tokens, &x, of_inputs)?;
+            dx = back.sum(dx, from_inputs)?;
+        }
+        if let Some(norm) = &self.norm {
+            let x = embedded(back, &dx)?;
             dx = norm.backward(back, &x, &dx)?;
         }
         if let Some((_, name)) = &self.positions {

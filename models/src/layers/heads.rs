@@ -295,20 +295,30 @@ impl Heads {
 
     /// `a[n,hidden]` to `[n,heads * D]`; and what the norm reads, where a reverse pass will read it.
     pub fn forward(&self, pass: &mut Pass, a: &Tensor) -> Result<(Tensor, Option<Tensor>), ModelError> {
+        let raw = self.project(pass, a)?;
+        self.forward_of(pass, a, raw)
+    }
+
+    /// `a[n,hidden]` to what the norm and the rotation read, in f32.
+    pub fn project(&self, pass: &mut Pass, a: &Tensor) -> Result<Tensor, ModelError> {
+        self.projection.apply(pass, a.view(), DType::Fp32)
+    }
+
+    /// [`Heads::forward`] from what [`Heads::project`] made.
+    pub fn forward_of(&self, pass: &mut Pass, a: &Tensor, raw: Tensor) -> Result<(Tensor, Option<Tensor>), ModelError> {
         let (n, heads, dim) = (a.shape()[0], self.heads, self.dim);
-        let raw = self.projection.apply(pass, a.view(), DType::Fp32)?;
         let (rotary, raw) = self.rotation.forward(pass, raw, [n, heads, dim], self.passed)?;
         let Some((linear, width)) = &self.nope else { return Ok((rotary, raw)) };
         let nope = linear.apply(pass, a.view(), pass.dtype)?;
         Ok((concat(pass.machine, n * heads, (&rotary, dim, 1), (&nope, *width, 1))?, raw))
     }
 
-    /// From `dy[n,heads * D]` in f32: that of a, in f32.
+    /// From `dy[n,heads * D]` in f32: that of a, in f32. `more` is that of what else reads the projection.
     pub fn backward(
         &self,
         back: &mut Backward,
         a: &Tensor,
-        raw: Option<Tensor>,
+        (raw, more): (Option<Tensor>, Option<Tensor>),
         dy: Tensor,
     ) -> Result<Tensor, ModelError> {
         let (n, heads, dim, mask) = (a.shape()[0], self.heads, self.dim, back.mask);
@@ -319,7 +329,10 @@ impl Heads {
                 (drotary, Some((linear, dnope)))
             }
         };
-        let draw = self.rotation.backward(back, raw.as_ref(), &drotary, [n, heads, dim], self.passed)?;
+        let mut draw = self.rotation.backward(back, raw.as_ref(), &drotary, [n, heads, dim], self.passed)?;
+        if let Some(more) = more {
+            draw = back.sum(draw, more)?;
+        }
         let from_rotary = self.projection.backward(back, 0, a.view(), draw.view(), mask, DType::Fp32)?;
         let Some((linear, dnope)) = dnope else { return Ok(from_rotary) };
         let from_nope = linear.backward(back, 0, a.view(), dnope.view(), mask, DType::Fp32)?;

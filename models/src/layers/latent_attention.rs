@@ -3,7 +3,7 @@
 //! A head has a nope part, which carries no position, and a rotary part; that of the keys is one for all heads. Matrices
 //! are cut by rows as those of attention are.
 
-use super::attend::{self, Attended, Qkv};
+use super::attend::{self, Attended};
 use super::heads::{Rope, Rotation};
 use super::linear::Linear;
 use super::loader::Loader;
@@ -158,7 +158,7 @@ impl LatentAttention {
         let q = concat(pass.machine, n * heads, (&q_nope, nope, 1), (&q_rotary, rotary, 1))?;
         let k = concat(pass.machine, n * heads, (&k_nope, nope, 1), (&k_rotary, rotary, heads))?;
         let v = self.v.apply(pass, kv[1].view(), dtype)?;
-        let attended = self.heads.forward(pass, state, Qkv { q, k, v }, None)?;
+        let attended = self.heads.forward(pass, state, (q, Some([k, v])), None)?;
         self.o.apply_to(pass, 0, attended.heads.view(), y.view_mut())?;
         Ok(attended.keep(pass).map(|attended| Saved { q: q_short, kv, attended }))
     }

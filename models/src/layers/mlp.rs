@@ -187,18 +187,11 @@ impl Mlp {
         Ok(Mlp { gate, up, down, middle, gate_factor: plan.gate_factor(), width: plan.width })
     }
 
-    /// The MLPs of `count` experts out of two tensors behind `block`: gate and up of all, or up where there is no gate, and down
-    /// of all.
-    pub fn load_stacked(
-        loader: &mut Loader,
-        block: &str,
-        stacked: &Stacked,
-        count: usize,
-        plan: &Plan,
-    ) -> Result<Mlp, ModelError> {
+    /// The MLPs of `count` experts out of two tensors: gate and up of all, or up where there is no gate, and down of all.
+    pub fn load_stacked(loader: &mut Loader, stacked: &Stacked, count: usize, plan: &Plan) -> Result<Mlp, ModelError> {
         let Plan { hidden, width, activation, bias, .. } = *plan;
         let Stacked { names, ends, transposed, takes_turns } = *stacked;
-        let [wide, down] = names.map(|name| Source { ends, transposed, ..Source::whole(format!("{block}.{name}"), 0) });
+        let [wide, down] = names.map(|name| Source { ends, transposed, ..Source::whole(name.into(), 0) });
         let (groups, of_each) = if takes_turns { (width, 1) } else { (1, width) };
         let wide = Source { groups, ..wide };
         let (gate, up) = if activation.has_gate() {

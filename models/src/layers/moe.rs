@@ -9,6 +9,7 @@ use super::arithmetic::rows;
 use super::linear::{ENDS, Linear};
 use super::loader::Loader;
 use super::mlp::{self, Mlp};
+use super::norm::{self, Norm, Vector};
 use super::{SIZES, is_size};
 use crate::ModelError;
 use crate::backward::Backward;
@@ -16,8 +17,11 @@ use crate::machine::{Index, IndexOf};
 use crate::pass::Pass;
 use crate::rotary::Rotary;
 use crate::state::LayerState;
+use crate::sums::Of;
 use samebits_ops::device::{Device, Part};
-use samebits_ops::{Attributes, Backend, ChosenBy, Cpu, DType, GroupWorth, Route, Scoring, Tensor, TensorRef};
+use samebits_ops::{
+    Attributes, Backend, ChosenBy, Cpu, DType, GroupWorth, Route, Scoring, Tensor, TensorRef, embedding_dw,
+};
 
 /// What a mixture of experts is made of.
 #[derive(Clone, Debug, PartialEq)]
@@ -52,8 +56,23 @@ pub struct Plan {
     pub scale: f64,
     /// What the weights multiply.
     pub weighs: Weighs,
+    /// How what experts and the router read is made, where the mixture reads the residual stream itself.
+    pub forms: Option<Forms>,
+    /// The name, behind that of the router's block, of a factor of the weights of each expert, where there is one.
+    pub expert_scale: Option<&'static str>,
     /// The names of its tensors.
     pub names: Names,
+}
+
+/// What a mixture makes of the residual stream.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Forms {
+    /// Both norms.
+    pub norm: norm::Plan,
+    /// The name of the norm before the experts, without `.weight`.
+    pub experts: &'static str,
+    /// That of the weights of the norm before the router, and a factor behind that.
+    pub router: (&'static str, f64),
 }
 
 /// What the weights of a token's experts multiply.
@@ -142,7 +161,7 @@ pub struct Stacked {
 }
 
 impl Stacked {
-    /// Two modules.
+    /// Two modules of these names.
     pub const fn modules(names: [&'static str; 2]) -> Stacked {
         Stacked { names, ends: ENDS, transposed: false, takes_turns: false }
     }
@@ -181,8 +200,17 @@ impl Plan {
     }
 }
 
+/// The norms before the experts and before the router, and the factor of what the second makes.
+struct Normed {
+    experts: Norm,
+    router: Norm,
+    factor: Attributes,
+}
+
 pub(crate) struct Moe {
     plan: Plan,
+    forms: Option<Normed>,
+    expert_scale: Option<Vector>,
     /// A weight of 1 for each expert of a token, where the weights are those of what experts read.
     ones: Tensor,
     router: Linear,
@@ -212,6 +240,10 @@ pub(crate) struct Saved {
     /// The sum of experts of a width of their own.
     latent: Option<Tensor>,
     shared: Option<SavedShared>,
+    /// The forms of the stream that experts and the router read.
+    forms: Option<[Tensor; 2]>,
+    /// The weights before the factors of their experts.
+    before: Option<Tensor>,
 }
 
 /// The same of the shared experts: where they have a gate, its logits and what they made.
@@ -227,6 +259,16 @@ impl Moe {
     pub fn load(loader: &mut Loader, plan: &Plan) -> Result<Moe, ModelError> {
         let Names { block, router, experts } = plan.names;
         let hidden = plan.latent.map_or(plan.expert.hidden, |latent| latent.hidden);
+        let forms = match &plan.forms {
+            None => None,
+            Some(Forms { norm, experts, router: (router, factor) }) => Some(Normed {
+                experts: Norm::load(loader, experts, hidden, norm)?,
+                router: Norm::by(loader.vector(router, hidden)?, norm),
+                factor: Attributes::new().with("factor", *factor),
+            }),
+        };
+        let expert_scale = plan.expert_scale.map(|name| loader.vector(&format!("{block}.{name}"), plan.count));
+        let expert_scale = expert_scale.transpose()?;
         let router = loader.linear(&format!("{block}.{router}"), plan.count, hidden, plan.router_bias)?;
         let choice_bias = match plan.choice_bias {
             None => None,
@@ -239,7 +281,7 @@ impl Moe {
         };
         let experts = match experts {
             ExpertNames::Each => Mlp::load_each(loader, &format!("{block}.experts"), plan.count, &plan.expert)?,
-            ExpertNames::Stacked(stacked) => Mlp::load_stacked(loader, block, &stacked, plan.count, &plan.expert)?,
+            ExpertNames::Stacked(stacked) => Mlp::load_stacked(loader, &stacked, plan.count, &plan.expert)?,
         };
         let latent = match plan.latent {
             None => None,
@@ -259,7 +301,7 @@ impl Moe {
             }
         };
         let ones = Tensor::new(vec![1f32; plan.chosen], &[1, plan.chosen])?;
-        Ok(Moe { plan: plan.clone(), ones, router, choice_bias, experts, latent, shared })
+        Ok(Moe { plan: plan.clone(), forms, expert_scale, ones, router, choice_bias, experts, latent, shared })
     }
 
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
@@ -268,6 +310,11 @@ impl Moe {
         if let Some(bias) = &mut self.choice_bias {
             *bias = Backend::upload(device, bias.view())?;
         }
+        if let Some(Normed { experts, router, .. }) = &mut self.forms {
+            experts.move_to(device)?;
+            router.move_to(device)?;
+        }
+        self.expert_scale.as_mut().map_or(Ok(()), |scale| scale.move_to(device))?;
         self.experts.move_to(cpu, device)?;
         self.latent.iter_mut().flatten().try_for_each(|linear| linear.move_to(cpu, device))?;
         self.shared.as_mut().map_or(Ok(()), |shared| shared.move_to(cpu, device))
@@ -282,7 +329,9 @@ impl Moe {
         y: &mut Tensor,
     ) -> Result<Option<Saved>, ModelError> {
         let (chosen, n, choices) = (self.plan.chosen, pass.step.rows(), pass.inputs.choices.as_ref());
-        let mut logits = self.router.apply(pass, a.view(), DType::Fp32)?;
+        let forms = self.forms.as_ref().map(|forms| forms.forward(pass, a)).transpose()?;
+        let [a, of_router] = forms.as_ref().map_or([a; 2], |[a, of_router]| [a, of_router]);
+        let mut logits = self.router.apply(pass, of_router.view(), DType::Fp32)?;
         pass.see("router", &mut logits)?;
         let mut weight = pass.empty(DType::Fp32, &[n, chosen])?;
         let mut choice = pass.machine.route(&self.plan.route(n), &logits, self.choice_bias.as_ref(), &mut weight)?;
@@ -293,6 +342,11 @@ impl Moe {
                 let what = IndexOf { op: "experts", limit: self.plan.count, distinct: false };
                 choice = pass.machine.index(what, experts.clone(), Some(choice))?;
             }
+        }
+        let mut before = None;
+        if let Some(scale) = &self.expert_scale {
+            let product = self.scale(pass, scale, &choice, &weight)?;
+            before = Some(std::mem::replace(&mut weight, product));
         }
         pass.see("expert_weights", &mut weight)?;
 
@@ -340,7 +394,7 @@ impl Moe {
         }
         Ok(kept.map(|(gathered, by_expert)| {
             let (latent, shared) = (sum, of_shared.flatten());
-            Saved { logits, experts, weight, gathered, made, by_expert, latent, shared }
+            Saved { logits, experts, weight, gathered, made, by_expert, latent, shared, forms, before }
         }))
     }
 
@@ -359,6 +413,48 @@ impl Moe {
         let inputs = [("x", wide.view()), ("row", row), ("weight", weight.view_as(&[count, 1])?)];
         pass.op("combine", &Attributes::new(), &inputs, [("y", weighed.view_mut())])?;
         Ok(weighed)
+    }
+
+    /// The weight of each choice times the factor of its expert, `[n,K]`.
+    fn scale(&self, pass: &mut Pass, scale: &Vector, choice: &Index, weight: &Tensor) -> Result<Tensor, ModelError> {
+        let (size, mut product) = ([weight.shape()[0] * self.plan.chosen, 1], pass.empty(DType::Fp32, weight.shape())?);
+        let inputs = [
+            ("x", scale.w.view_as(&[self.plan.count, 1])?),
+            ("row", choice.view(&size)?),
+            ("weight", weight.view_as(&size)?),
+        ];
+        pass.op("combine", &Attributes::new(), &inputs, [("y", product.view_mut_as(&size)?)])?;
+        Ok(product)
+    }
+
+    /// From that of weights times the factors of their experts, `dweight[n,K]`: that of the weights, in its place.
+    fn scale_backward(
+        &self,
+        back: &mut Backward,
+        (scale, before): (&Vector, &Tensor),
+        experts: &[i32],
+        dweight: &mut Tensor,
+    ) -> Result<(), ModelError> {
+        let (size, f32, chosen) = ([experts.len(), 1], DType::Fp32, self.plan.chosen);
+        let (mut deach, mut dbefore) = (back.pass.empty(f32, &size)?, back.pass.empty(f32, &size)?);
+        let own: Vec<i32> = (0..experts.len() as i32).collect();
+        let factors = scale.w.as_slice::<f32>().expect("it is f32, and on the host");
+        let each: Vec<f32> = experts.iter().map(|&expert| factors[expert as usize]).collect();
+        let inputs = [
+            ("x", TensorRef::new(&each, &size)?),
+            ("row", TensorRef::new(&own, &size)?),
+            ("weight", before.view_as(&size)?),
+            ("dy", dweight.view_as(&size)?),
+        ];
+        let outputs = [("dx", deach.view_mut()), ("dweight", dbefore.view_mut())];
+        back.pass.op("combine_backward", &Attributes::new(), &inputs, outputs)?;
+        let mask: Vec<i32> = (0..experts.len()).map(|choice| back.mask[choice / chosen]).collect();
+        let (dw, rows) = back.sums.table(Of::table(&scale.name), 1, experts)?;
+        let deach = deach.as_slice::<f32>().expect("it is f32, and on the host");
+        embedding_dw(back.cpu, 1, deach, &rows, Some(&mask), dw)?;
+        dbefore.reshape(dweight.shape());
+        *dweight = dbefore;
+        Ok(())
     }
 
     /// The rows of a in f32, each as often as a token has experts.
@@ -399,7 +495,10 @@ impl Moe {
     /// From `dy[n,hidden]` in f32: that of a, in f32.
     pub fn backward(&self, back: &mut Backward, a: &Tensor, saved: Saved, dy: &Tensor) -> Result<Tensor, ModelError> {
         let (chosen, mask, f32) = (self.plan.chosen, back.mask, DType::Fp32);
-        let Saved { logits, experts, weight, gathered, made, by_expert: of_experts, latent, shared } = saved;
+        let Saved { logits, experts, weight, gathered, made, by_expert: of_experts, latent, shared, forms, before } =
+            saved;
+        let x = a;
+        let [a, of_router] = forms.as_ref().map_or([a; 2], |[a, of_router]| [a, of_router]);
         let from_shared = match (&self.shared, shared) {
             (Some(shared), Some(saved)) => Some(shared.backward(back, a, saved, dy)?),
             _ => None,
@@ -435,6 +534,9 @@ impl Moe {
             (dgathered, rows) = self.weigh_backward(back, a, (&weight, &mut dweight), (&dgathered, rows))?;
         }
         back.see("dexpert_weights", &mut dweight)?;
+        if let (Some(scale), Some(before)) = (&self.expert_scale, &before) {
+            self.scale_backward(back, (scale, before), &experts, &mut dweight)?;
+        }
         let mut from_experts = back.pass.empty(f32, dy.shape())?;
         let mut inputs = vec![("x", dgathered.view()), ("row", rows.view()), ("weight", ones.view())];
         if self.latent.is_none() {
@@ -450,8 +552,11 @@ impl Moe {
 
         let mut dlogits = self.route_backward(back, &logits, &experts, &dweight)?;
         back.see("drouter", &mut dlogits)?;
-        let from_router = self.router.backward(back, 0, a.view(), dlogits.view(), mask, f32)?;
-        back.sum(from_router, from_experts)
+        let from_router = self.router.backward(back, 0, of_router.view(), dlogits.view(), mask, f32)?;
+        match &self.forms {
+            None => back.sum(from_router, from_experts),
+            Some(forms) => forms.backward(back, x, [from_experts, from_router]),
+        }
     }
 
     /// From that of what experts read, one's behind the other's, where `places[n,K]` says: that of what was weighed, in the order of
@@ -508,6 +613,33 @@ impl Moe {
         let inputs = [("logits", logits.view()), ("rank", rank.view()), ("dweight", spread.view())];
         back.pass.op("route_backward", &attributes, &inputs, [("dlogits", dlogits.view_mut())])?;
         Ok(dlogits)
+    }
+}
+
+impl Normed {
+    /// From the residual stream `x[n,hidden]` in f32: what experts read, and what the router does.
+    fn forward(&self, pass: &mut Pass, x: &Tensor) -> Result<[Tensor; 2], ModelError> {
+        let form = |pass: &Pass, dtype| pass.empty(dtype, x.shape());
+        let (mut of_experts, mut of_router) = (form(pass, pass.dtype)?, form(pass, pass.dtype)?);
+        self.experts.forward(pass, x, &mut of_experts)?;
+        pass.see("experts_norm", &mut of_experts)?;
+        let mut normed = form(pass, DType::Fp32)?;
+        self.router.forward(pass, x, &mut normed)?;
+        pass.op("scale", &self.factor, &[("x", normed.view())], [("y", of_router.view_mut())])?;
+        pass.see("router_norm", &mut of_router)?;
+        Ok([of_experts, of_router])
+    }
+
+    /// From those of the two forms in f32: that of x.
+    fn backward(
+        &self,
+        back: &mut Backward,
+        x: &Tensor,
+        [of_experts, of_router]: [Tensor; 2],
+    ) -> Result<Tensor, ModelError> {
+        let of_router = back.pass.scaled(&self.factor, &of_router)?;
+        let from_router = self.router.backward(back, x, &of_router)?;
+        self.experts.add_backward(back, x, &of_experts, &from_router)
     }
 }
 

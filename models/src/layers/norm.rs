@@ -6,7 +6,7 @@ use crate::backward::Backward;
 use crate::pass::Pass;
 use crate::sums::Of;
 use samebits_ops::device::Device;
-use samebits_ops::{Attributes, Backend, DType, Tensor};
+use samebits_ops::{Attributes, Backend, DType, Tensor, TensorMut, TensorRef};
 
 /// What norms of a model have in common.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -105,9 +105,13 @@ impl Norm {
 
     /// The RMS norm of rows of `n` elements that has no weights.
     pub fn without_weights(n: usize, plan: &Plan) -> Result<Norm, ModelError> {
-        let weight = Vector::ones(n)?;
+        Ok(Norm::by(Vector::ones(n)?, plan))
+    }
+
+    /// The RMS norm by these weights as they are.
+    pub fn by(weight: Vector, plan: &Plan) -> Norm {
         let attributes = plan.of_gradient();
-        Ok(Norm { weight, kind: Rows::Rms(attributes.clone()), of_gradient: attributes })
+        Norm { weight, kind: Rows::Rms(attributes.clone()), of_gradient: attributes }
     }
 
     pub fn move_to(&mut self, device: &Device) -> Result<(), ModelError> {
@@ -119,12 +123,17 @@ impl Norm {
 
     /// `y = norm(x)`
     pub fn forward(&self, pass: &mut Pass, x: &Tensor, y: &mut Tensor) -> Result<(), ModelError> {
-        let (x, w) = (("x", x.view()), ("w", self.weight.w.view()));
+        self.forward_as(pass, x.view(), y.view_mut())
+    }
+
+    /// The same of what is seen as rows.
+    pub fn forward_as(&self, pass: &mut Pass, x: TensorRef, y: TensorMut) -> Result<(), ModelError> {
+        let (x, w, y) = (("x", x), ("w", self.weight.w.view()), [("y", y)]);
         match &self.kind {
-            Rows::Rms(attributes) => pass.op("rms_norm", attributes, &[x, w], [("y", y.view_mut())]),
-            Rows::Layer { bias: None } => pass.op("layer_norm", &self.of_gradient, &[x, w], [("y", y.view_mut())]),
+            Rows::Rms(attributes) => pass.op("rms_norm", attributes, &[x, w], y),
+            Rows::Layer { bias: None } => pass.op("layer_norm", &self.of_gradient, &[x, w], y),
             Rows::Layer { bias: Some(bias) } => {
-                pass.op("layer_norm", &self.of_gradient, &[x, w, ("bias", bias.w.view())], [("y", y.view_mut())])
+                pass.op("layer_norm", &self.of_gradient, &[x, w, ("bias", bias.w.view())], y)
             }
         }
     }
@@ -148,15 +157,37 @@ impl Norm {
 
     /// From `dy` of a norm of x: that of x.
     pub fn backward(&self, back: &mut Backward, x: &Tensor, dy: &Tensor) -> Result<Tensor, ModelError> {
-        self.add_gradients(back, x, dy)?;
+        self.backward_of_rows(back, x, dy, 1)
+    }
+
+    /// The same where each token has so many rows of x.
+    pub fn backward_of_rows(
+        &self,
+        back: &mut Backward,
+        x: &Tensor,
+        dy: &Tensor,
+        of_token: usize,
+    ) -> Result<Tensor, ModelError> {
+        let mask: Vec<i32> = back.mask.iter().flat_map(|&mask| std::iter::repeat_n(mask, of_token)).collect();
+        self.add_gradients(back, x, dy, &mask)?;
         let mut dx = back.pass.empty(DType::Fp32, x.shape())?;
-        let inputs = [("x", x.view()), ("w", self.weight.w.view()), ("dy", dy.view())];
+        self.backward_as(back, x.view(), dy.view(), dx.view_mut())?;
+        Ok(dx)
+    }
+
+    /// From `dy` of a norm of x: that of x alone.
+    pub fn backward_as(
+        &self,
+        back: &mut Backward,
+        x: TensorRef,
+        dy: TensorRef,
+        dx: TensorMut,
+    ) -> Result<(), ModelError> {
         let (op, attributes) = match &self.kind {
             Rows::Rms(attributes) => ("rms_norm_backward", attributes),
             Rows::Layer { .. } => ("layer_norm_backward", &self.of_gradient),
         };
-        back.pass.op(op, attributes, &inputs, [("dx", dx.view_mut())])?;
-        Ok(dx)
+        back.pass.op(op, attributes, &[("x", x), ("w", self.weight.w.view()), ("dy", dy)], [("dx", dx)])
     }
 
     /// From `dy` of a norm of a sum, and `dsum` of the sum itself: that of what was added.
@@ -171,15 +202,15 @@ impl Norm {
             let from_norm = self.backward(back, sum, dy)?;
             return back.sum(&from_norm, dsum);
         };
-        self.add_gradients(back, sum, dy)?;
+        self.add_gradients(back, sum, dy, back.mask)?;
         let mut dx = back.pass.empty(DType::Fp32, sum.shape())?;
         let inputs = [("sum", sum.view()), ("w", self.weight.w.view()), ("dy", dy.view()), ("dsum", dsum.view())];
         back.pass.op("add_rms_norm_backward", attributes, &inputs, [("dx", dx.view_mut())])?;
         Ok(dx)
     }
 
-    /// Adds the tokens of x to the gradients of the weights and the bias.
-    fn add_gradients(&self, back: &mut Backward, x: &Tensor, dy: &Tensor) -> Result<(), ModelError> {
+    /// Adds the rows of x to the gradients of the weights and the bias.
+    fn add_gradients(&self, back: &mut Backward, x: &Tensor, dy: &Tensor, mask: &[i32]) -> Result<(), ModelError> {
         let (n, of) = (x.shape()[1], |vector: &Vector| Of::whole(&vector.name));
         if self.weight.name.is_empty() {
             return Ok(());
@@ -189,12 +220,12 @@ impl Norm {
             Rows::Layer { bias } => {
                 if let Some(bias) = bias {
                     let dy = [("x", dy.view())];
-                    back.add_vector(["token_sum", "sum"], &Attributes::new(), (of(bias), None, n), &dy, back.mask)?;
+                    back.add_vector(["token_sum", "sum"], &Attributes::new(), (of(bias), None, n), &dy, mask)?;
                 }
                 "layer_norm_dw"
             }
         };
         let inputs = [("x", x.view()), ("dy", dy.view())];
-        back.add_vector([op, "dw"], &self.of_gradient, (of(&self.weight), None, n), &inputs, back.mask)
+        back.add_vector([op, "dw"], &self.of_gradient, (of(&self.weight), None, n), &inputs, mask)
     }
 }
