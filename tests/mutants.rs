@@ -28,11 +28,11 @@ const RIGHT: usize = 39;
 /// A narrow dtype and a wide one; the third would say the same again.
 const DTYPES: [DType; 2] = [DType::Bf16, DType::Fp32];
 
-/// The checkpoints that mutants of models are judged on: windows and keys that layers share, experts, latent attention, none of these, scans, gated
+/// The checkpoints that mutants of models are judged on: windows and soft limits, keys that layers share, experts, latent attention, none of these, scans, gated
 /// delta rules, and RWKV.
 /// The others would say the same again; the test `conformance` judges them all.
-const MODELS: [&str; 8] =
-    ["deepseek-v3", "falcon-mamba", "gemma4", "mamba2", "qwen3", "qwen3-moe", "qwen3-next", "rwkv7"];
+const MODELS: [&str; 9] =
+    ["deepseek-v3", "falcon-mamba", "gemma2", "gemma4", "mamba2", "qwen3", "qwen3-moe", "qwen3-next", "rwkv7"];
 
 /// Held while a trial runs; alone where one watches the memory of this very process.
 static MEMORY: RwLock<()> = RwLock::new(());

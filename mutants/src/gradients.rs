@@ -239,7 +239,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Keys and values have no gradient of the later blocks that read them.",
         op: "chain_backward",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&[]),
         answer: |mutant, case| mutant.model(case, ModelMutation::LentUntrained),
     },
 ];
