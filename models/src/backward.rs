@@ -38,6 +38,8 @@ pub(crate) struct Backward<'a, 'p> {
     pub sums: &'a mut Sums,
     /// That of what the first layer has left for all others, of those behind.
     pub carried: Option<Tensor>,
+    /// The number of the use of shared weights that is gone back through; 0 elsewhere.
+    pub nth_use: usize,
 }
 
 /// Sequences that stand in equal distances: a call of attention's gradient.
@@ -150,7 +152,7 @@ impl Backward<'_, '_> {
     /// Adds the tokens of `x[M,K]` and `dy[M,N]`, as products read them, to the gradient of a matrix.
     pub fn add_matrix(&mut self, source: &Source, x: TensorRef, dy: TensorRef, mask: &[i32]) -> Result<(), ModelError> {
         let [n, k] = [dy, x].map(|rows| rows.shape()[1]);
-        let dw = self.sums.matrix(self.cpu, Of::matrix(source), Some(source), [n, k])?;
+        let dw = self.sums.matrix(self.cpu, Of::matrix(source).of_use(self.nth_use), Some(source), [n, k])?;
         typed!(x.dtype() => A, {
             let [x, dy] = [x, dy].map(|rows| rows.contiguous::<A>().expect("rows stand one behind the other"));
             Ok(gemm_dw(self.cpu, &GemmDw::new(mask.len(), n, k), Some(mask), x, dy, dw)?)
@@ -172,8 +174,8 @@ impl Backward<'_, '_> {
         inputs: &[(&str, TensorRef)],
         mask: &[i32],
     ) -> Result<(), ModelError> {
-        let Backward { pass, sums, cpu, .. } = self;
-        sums.vector(cpu, of, rows, n, mask, |carry, before, next| {
+        let Backward { pass, sums, cpu, nth_use, .. } = self;
+        sums.vector(cpu, of.of_use(*nth_use), rows, n, mask, |carry, before, next| {
             let attributes = attributes.clone().with("token_offset", before);
             let tokens = [("mask", TensorRef::new(mask, &[mask.len()])?), ("carry", carry)];
             pass.op(op, &attributes, &[inputs, &tokens].concat(), [(output, next.view_mut())])

@@ -34,6 +34,7 @@ use crate::layers::embedding::Embedding;
 use crate::layers::head::Head;
 use crate::layers::loader::Loader;
 use crate::layers::norm::Norm;
+use crate::layers::shared::Shared;
 use crate::machine::Machine;
 use crate::pass::Pass;
 use crate::state::{Kind, States};
@@ -51,6 +52,8 @@ pub(crate) struct Decoder {
     /// What products and attention read.
     pub dtype: DType,
     embedding: Embedding,
+    /// What several blocks share.
+    shared: Vec<Shared>,
     /// The branches of each block.
     blocks: Vec<Vec<Branch>>,
     final_norm: Norm,
@@ -194,10 +197,11 @@ impl Decoder {
         let mut loader = Loader { dtype, cpu, weights: &mut weights, prefix: String::new(), packs, transposed: false };
         // The largest tensors first: what is read of one is given back before the model has its whole size.
         let (embedding, head) = tables(c, &mut loader)?;
+        let shared = shared(c, &mut loader)?;
         let blocks = (0..c.layers()).map(|i| block(c, i, &mut loader)).collect::<Result<_, _>>()?;
         let final_norm = final_norm(c, &mut loader)?;
         let Weights { parameters, constants, .. } = weights;
-        Ok(Decoder { config, dtype, embedding, blocks, final_norm, head, parameters, constants, torn: false })
+        Ok(Decoder { config, dtype, embedding, shared, blocks, final_norm, head, parameters, constants, torn: false })
     }
 
     /// Refuses weights that [`Decoder::load`] would refuse, and keeps nothing of them.
@@ -228,6 +232,7 @@ impl Decoder {
         let mut loader = Loader { dtype, cpu, weights: &mut weights, prefix, packs: true, transposed: false };
         self.torn = true;
         (self.embedding, self.head) = tables(c, &mut loader)?;
+        self.shared = shared(c, &mut loader)?;
         for (i, place) in self.blocks.iter_mut().enumerate() {
             *place = block(c, i, &mut loader)?;
         }
@@ -238,6 +243,7 @@ impl Decoder {
 
     /// Takes the weights from the processor to a device.
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        self.shared.iter_mut().try_for_each(|block| block.move_to(cpu, device))?;
         self.blocks.iter_mut().flatten().try_for_each(|branch| branch.move_to(cpu, device))?;
         self.final_norm.move_to(device)?;
         self.head.linear.move_to(cpu, device)?;
@@ -271,6 +277,12 @@ impl Decoder {
         }
         let mut stream = Stream::new(pass, pass.step.rows(), self.config.hidden)?;
         self.embedding.forward(pass, &self.head.linear, stream.room())?;
+        if !self.shared.is_empty() {
+            let (size, part) = ([pass.step.rows(), self.config.hidden], Part::whole(self.config.hidden));
+            let mut embedded = pass.empty(DType::Fp32, &size)?;
+            pass.machine.copy_rows(size, (&stream.x, part), (&mut embedded, part))?;
+            pass.carried = Some(embedded);
+        }
         Ok(stream)
     }
 
@@ -287,7 +299,7 @@ impl Decoder {
         pass.layer = Some(i);
         for branch in &self.blocks[i] {
             let (own, rest) = states.split_at_mut(branch.states().count());
-            saved.extend(branch.forward(pass, own, stream)?);
+            saved.extend(branch.forward(pass, &self.shared, own, stream)?);
             states = rest;
         }
         pass.layer = None;
@@ -320,7 +332,7 @@ impl Decoder {
     ) -> Result<Tensor, ModelError> {
         for (at, (branch, saved)) in self.blocks[i].iter().zip(saved).enumerate().rev() {
             back.pass.layer = Some(i);
-            let dx = branch.backward(back, saved, &dsum)?;
+            let dx = branch.backward(back, &self.shared, saved, &dsum)?;
             back.pass.layer = None;
             dsum = self.see_gradient(back, i, at, dx)?;
         }
@@ -339,7 +351,10 @@ impl Decoder {
     }
 
     /// From that of the residual stream before the first block, of these tokens.
-    pub fn embed_backward(&self, back: &mut Backward, tokens: &[i32], dx: Tensor) -> Result<(), ModelError> {
+    pub fn embed_backward(&self, back: &mut Backward, tokens: &[i32], mut dx: Tensor) -> Result<(), ModelError> {
+        if let Some(embedded) = back.carried.take() {
+            dx = back.sum(embedded, dx)?;
+        }
         self.embedding.backward(back, &self.head.linear, tokens, dx)
     }
 }
@@ -353,6 +368,7 @@ pub(crate) fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
         Loader { dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, prefix, packs: false, transposed: false };
     let mut take = || -> Result<(), ModelError> {
         tables(c, &mut loader)?;
+        shared(c, &mut loader)?;
         for i in 0..c.layers() {
             block(c, i, &mut loader)?;
         }
@@ -372,11 +388,21 @@ fn tables(c: &Config, loader: &mut Loader) -> Result<(Embedding, Head), ModelErr
     Ok((embedding, Head::new(head, c.finish)))
 }
 
+/// What several blocks share.
+fn shared(c: &Config, loader: &mut Loader) -> Result<Vec<Shared>, ModelError> {
+    loader.transposed = c.transposed;
+    let load = |plan| {
+        loader.prefix = c.shared_prefix(plan);
+        Shared::load(loader, plan, &c.norms)
+    };
+    c.shared.iter().map(load).collect()
+}
+
 /// The branches of block number `i`.
 fn block(c: &Config, i: usize, loader: &mut Loader) -> Result<Vec<Branch>, ModelError> {
     loader.prefix = format!("{}.{i}.", c.stack);
     loader.transposed = c.transposed;
-    c.blocks[i].iter().map(|plan| Branch::load(loader, plan, c.hidden, &c.norms)).collect()
+    c.blocks[i].iter().map(|plan| Branch::load(loader, plan, c)).collect()
 }
 
 fn final_norm(c: &Config, loader: &mut Loader) -> Result<Norm, ModelError> {

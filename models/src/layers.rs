@@ -25,6 +25,7 @@ pub(crate) mod moe;
 pub(crate) mod narrow;
 pub(crate) mod norm;
 pub(crate) mod recur;
+pub(crate) mod shared;
 pub(crate) mod time_mix;
 pub(crate) mod token_mix;
 pub(crate) mod unit;

@@ -202,6 +202,7 @@ pub(super) fn behind(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
         behind: Some(behind),
         factor: None,
         beside: None,
+        ahead: None,
     };
     vec![branch(Place::Mixer, mixer, "post_attention_layernorm"), branch(Place::Mlp, mlp, "post_feedforward_layernorm")]
 }
@@ -233,6 +234,7 @@ pub(super) fn parallel(mixer: LayerPlan, mlp: LayerPlan, own: Option<&'static st
         behind: None,
         factor: None,
         beside: Some(Beside { before: own, layer: mlp, factors: None }),
+        ahead: None,
     }]
 }
 
