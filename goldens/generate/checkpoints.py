@@ -122,7 +122,7 @@ MODELS = {
                                         mamba_rms_norm=True, mamba_n_groups=5, head_dim=12), 24, "bf16"),
     # Two shared blocks, each used twice.
     "zamba2": ("Zamba2", dict(TOKENS, hidden_size=32, intermediate_size=40, num_hidden_layers=5, num_attention_heads=4,
-                              max_position_embeddings=64, mamba_d_state=8, n_mamba_heads=4, mamba_ngroups=2, chunk_size=8,
+                              max_position_embeddings=64, mamba_d_state=8, n_mamba_heads=8, mamba_ngroups=2, chunk_size=8,
                               time_step_min=0.3, num_mem_blocks=2, use_shared_attention_adapter=True, adapter_rank=6,
                               use_mem_rope=True, layers_block_type=["hybrid", "linear_attention"] + ["hybrid"] * 3), 24, "bf16"),
     "qwen3-next": ("Qwen3Next", dict(BASE, **DELTA, **SPARSE, head_dim=16, mlp_only_layers=[0]), 12, "bf16"),
@@ -195,7 +195,7 @@ CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig", "Qwen3_5"
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
 # What random weights of a family are multiplied with, by the ends of their names. All that a layer of Zamba2 reads has gone through
 # a norm, and nothing goes around its attention: an error of rounding would grow from layer to layer.
-CALMER = {"zamba2": {"q_proj.weight": 0.4, "k_proj.weight": 0.4, ".1.weight": 0.5, ".linear.weight": 0.4, "in_proj.weight": 0.5, ".D": 4.0}}
+CALMER = {"zamba2": {"q_proj.weight": 0.4, "k_proj.weight": 0.4, ".1.weight": 0.5, ".linear.weight": 0.4, "in_proj.weight": 0.4, ".D": 6.0}}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
