@@ -100,6 +100,18 @@ impl Block {
     }
 }
 
+impl<'a, 'p> Backward<'a, 'p> {
+    /// One before its first op, over rows with these angles back, of this mask, in which sequences stand as these blocks say.
+    pub fn new(
+        pass: Pass<'a, 'p>,
+        cpu: &'a Cpu,
+        (angles, mask, blocks): (&'a [RopeTable], &'a [i32], &'a [Block]),
+        sums: &'a mut Sums,
+    ) -> Backward<'a, 'p> {
+        Backward { pass, cpu, angles, mask, blocks, sums, carried: None, nth_use: 0 }
+    }
+}
+
 impl Backward<'_, '_> {
     /// Shows the gradient of a site of the block that is gone back through, as [`Pass::see`].
     pub fn see(&mut self, site: &'static str, values: &mut Tensor) -> Result<(), ModelError> {

@@ -194,9 +194,8 @@ impl Config {
             let why = format!("is {layers}; with {experts} experts in each that is more than {MOST_EXPERTS} experts");
             fields.refuse("num_hidden_layers", why);
         }
-        let longest = config.max_positions;
+        let (longest, recorded) = (config.max_positions, fields.size(ROPE_LENGTH));
         let trained = config.trained_length().unwrap_or(longest).min(longest);
-        let recorded = fields.size(ROPE_LENGTH);
         config.rope_length = RopeLength::Declared(recorded.unwrap_or(trained));
         if recorded.is_some_and(|length| length > longest) {
             fields.refuse(ROPE_LENGTH, format!("is more than the model's {longest} positions"));
@@ -788,7 +787,7 @@ mod tests {
             ),
             (json!({"layers_block_type": null}), "`layers_block_type` is missing"),
             (
-                json!({"layers_block_type": ["hybrid"; 5].map(|kind| json!(kind)), "layer_types": ["hybrid"]}),
+                json!({"layers_block_type": ["hybrid", "hybrid", "mamba", "mamba", "mamba"], "layer_types": ["hybrid"]}),
                 "`layer_types`",
             ),
             (json!({"layers_block_type": ["hybrid", "mlp", "mamba", "mamba", "mamba"]}), "`layers_block_type[1]` is"),

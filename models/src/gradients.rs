@@ -648,8 +648,7 @@ fn reverse(
         |angles: &Prepared| angles.get::<RopeTable>().expect("they are those of the processor").reversed();
     let angles: Vec<RopeTable> = inputs.angles.iter().map(of_processor).collect();
     pass.carried = forward.carried;
-    let mut back =
-        Backward { pass, cpu: on.cpu, angles: &angles, mask: &mask, blocks: &blocks, sums, carried: None, nth_use: 0 };
+    let mut back = Backward::new(pass, on.cpu, (&angles, &mask, &blocks), sums);
     let da = decoder.head.logprob_backward(&mut back, &stream.a, &targets, &of_rows, (&drows, dentropy.as_ref()))?;
     let mut dx = decoder.last_norm_backward(&mut back, &stream.x, &da)?;
     for i in (0..c.layers()).rev() {
