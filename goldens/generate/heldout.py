@@ -151,7 +151,7 @@ SHAPES = {
                dict(ZAMBA, num_hidden_layers=5, n_mamba_heads=6, mamba_ngroups=3, add_bias_linear=True, hidden_act="gelu_pytorch_tanh",
                     num_mem_blocks=3, use_shared_attention_adapter=True, layers_block_type=["linear_attention"] + ["hybrid"] * 4),
                dict(ZAMBA | dict(adapter_rank=9), num_hidden_layers=4, n_mamba_heads=8, mamba_ngroups=2, mamba_d_conv=2, num_key_value_heads=6,
-                    num_mem_blocks=2, use_shared_attention_adapter=True, use_mem_rope=True, time_step_min=0.5,
+                    num_mem_blocks=2, use_shared_attention_adapter=True, use_mem_rope=True, time_step_min=0.4,
                     layers_block_type=["hybrid"] * 4, rope_parameters=dict(checkpoints.YARN, factor=2.0))],
     "Qwen3Next": [dict(DELTA, **EXPERTS, shared_expert_intermediate_size=30, head_dim=16, linear_num_key_heads=1,
                        linear_num_value_heads=3, linear_key_head_dim=9, linear_value_head_dim=11),
