@@ -210,7 +210,7 @@ fn tied_router() -> tempfile::TempDir {
 #[test]
 fn a_mutant_is_traced_to_its_layer() {
     let ties = tied_router();
-    let cases: [(PathBuf, ModelMutation, &str); 13] = [
+    let cases: [(PathBuf, ModelMutation, &str); 14] = [
         // The first layer's keys are right; the second reads what nobody wrote.
         (checkpoint("llama3"), ModelMutation::UnwrittenKey, "layers.1.attention"),
         (checkpoint("qwen3"), ModelMutation::PositionAfterChunk, "layers.0.q"),
@@ -228,6 +228,8 @@ fn a_mutant_is_traced_to_its_layer() {
         // The last token is kept in bf16 anyway.
         (checkpoint("rwkv7"), ModelMutation::NarrowState, "layers.0.wkv"),
         (checkpoint("rwkv7"), ModelMutation::ShiftAfterChunk, "layers.0.decay"),
+        // The first layer that uses a block for the second time.
+        (checkpoint("zamba2"), ModelMutation::FirstAdapter, "layers.3.q"),
     ];
     for (dir, mutation, site) in cases {
         let model = load(&dir);

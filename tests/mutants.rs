@@ -22,17 +22,27 @@ use std::sync::{Arc, PoisonError, RwLock};
 use tempfile::TempDir;
 
 /// How many mutations there are, and how many ways to be right: a list that lost some must not pass.
-const MUTATIONS: usize = 143;
+const MUTATIONS: usize = 144;
 const RIGHT: usize = 39;
 
 /// A narrow dtype and a wide one; the third would say the same again.
 const DTYPES: [DType; 2] = [DType::Bf16, DType::Fp32];
 
-/// The checkpoints that mutants of models are judged on: windows and soft limits, keys that layers share, experts, latent attention, none of these, scans, gated
-/// delta rules, and RWKV.
+/// The checkpoints that mutants of models are judged on: windows and soft limits, keys that layers share, experts, latent attention, none
+/// of these, scans, gated delta rules, RWKV, and blocks that are shared.
 /// The others would say the same again; the test `conformance` judges them all.
-const MODELS: [&str; 9] =
-    ["deepseek-v3", "falcon-mamba", "gemma2", "gemma4", "mamba2", "qwen3", "qwen3-moe", "qwen3-next", "rwkv7"];
+const MODELS: [&str; 10] = [
+    "deepseek-v3",
+    "falcon-mamba",
+    "gemma2",
+    "gemma4",
+    "mamba2",
+    "qwen3",
+    "qwen3-moe",
+    "qwen3-next",
+    "rwkv7",
+    "zamba2",
+];
 
 /// Held while a trial runs; alone where one watches the memory of this very process.
 static MEMORY: RwLock<()> = RwLock::new(());

@@ -120,6 +120,11 @@ MODELS = {
                                    ssm_out_multiplier=0.7), 24, "bf16"),
     "falcon-h1-norm": ("FalconH1", dict(BASE | HYBRID | dict(num_hidden_layers=1, hidden_size=40, mamba_n_heads=5), mamba_d_ssm=None,
                                         mamba_rms_norm=True, mamba_n_groups=5, head_dim=12), 24, "bf16"),
+    # Two shared blocks, each used twice.
+    "zamba2": ("Zamba2", dict(TOKENS, hidden_size=32, intermediate_size=40, num_hidden_layers=5, num_attention_heads=4,
+                              max_position_embeddings=64, mamba_d_state=8, n_mamba_heads=8, mamba_ngroups=2, chunk_size=8,
+                              time_step_min=0.3, num_mem_blocks=2, use_shared_attention_adapter=True, adapter_rank=6,
+                              use_mem_rope=True, layers_block_type=["hybrid", "linear_attention"] + ["hybrid"] * 3), 24, "bf16"),
     "qwen3-next": ("Qwen3Next", dict(BASE, **DELTA, **SPARSE, head_dim=16, mlp_only_layers=[0]), 12, "bf16"),
     "qwen3-5": ("Qwen3_5", dict(BASE, **DELTA, head_dim=16, attention_bias=True, tie_word_embeddings=True), 24, "bf16"),
     "qwen3-5-moe": ("Qwen3_5Moe", dict(BASE, **DELTA, **dict(SPARSE, num_experts=5, num_experts_per_tok=2), head_dim=16), 12, "bf16"),
@@ -197,6 +202,9 @@ ROUTERS = ("TopKRouter", "TopkRouter", "V1Gate", "Llama4Router", "TextRouter")
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig", "Llama4": "Llama4TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 # Where it is not called KindForCausalLM.
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
+# What random weights of a family are multiplied with, by the ends of their names. All that a layer of Zamba2 reads has gone through
+# a norm, and nothing goes around its attention: an error of rounding would grow from layer to layer.
+CALMER = {"zamba2": {"q_proj.weight": 0.4, "k_proj.weight": 0.4, ".1.weight": 0.5, ".linear.weight": 0.4, "in_proj.weight": 0.4, ".D": 6.0}}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -236,7 +244,9 @@ def weights(model, generator):
                 sharp = name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight", "c_attn.weight",
                                        "query_key_value.weight"))
                 inputs = tensor.shape[-2 if transposed and transposed in name else -1]
-                tensor.copy_(noise * (1.6 if sharp else 1.0) / inputs ** 0.5)
+                calmer = CALMER.get(model.config.model_type, {}).items()
+                gain = (1.6 if sharp else 1.0) * next((factor for end, factor in calmer if name.endswith(end)), 1.0)
+                tensor.copy_(noise * gain / inputs ** 0.5)
 
 
 def experts_of(router, output):

@@ -53,6 +53,8 @@ SIGMOID = dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, mo
 ALONE = dict.fromkeys(["num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings"])
 SCAN = dict(mamba_d_state=10, mamba_chunk_size=4)
 DELTA = dict(rms_norm_eps=1e-4, layer_types=["linear_attention", "full_attention"])
+# Without tied tables transformers gives each use of a shared block weights of its own.
+ZAMBA = dict(mamba_d_state=10, chunk_size=4, adapter_rank=5, tie_word_embeddings=True)
 NEMOTRON = dict(head_dim=14, ssm_state_size=10, mamba_num_heads=6, mamba_head_dim=12, chunk_size=4)
 KIMI = dict(rms_norm_eps=1e-3, tie_word_embeddings=False, q_lora_rank=None, kv_lora_rank=18, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=9, num_experts_per_tok=2,
             moe_intermediate_size=26)
@@ -151,6 +153,13 @@ SHAPES = {
                       mlp_multipliers=[0.8, 0.5], ssm_out_multiplier=0.4),
                  dict(SCAN, mamba_d_ssm=48, mamba_n_heads=6, mamba_n_groups=2, head_dim=14, time_step_limit=(0.3, 1.0),
                       ssm_in_multiplier=1.25, key_multiplier=0.4, embedding_multiplier=5.7, lm_head_multiplier=0.3)],
+    "Zamba2": [dict(ZAMBA, num_hidden_layers=4, n_mamba_heads=5, layers_block_type=["hybrid", "linear_attention", "hybrid", "hybrid"],
+                    time_step_min=0.2),
+               dict(ZAMBA, num_hidden_layers=5, n_mamba_heads=6, mamba_ngroups=3, add_bias_linear=True, hidden_act="gelu_pytorch_tanh",
+                    num_mem_blocks=3, use_shared_attention_adapter=True, layers_block_type=["linear_attention"] + ["hybrid"] * 4),
+               dict(ZAMBA | dict(adapter_rank=9), num_hidden_layers=4, n_mamba_heads=8, mamba_ngroups=2, mamba_d_conv=2, num_key_value_heads=6,
+                    num_mem_blocks=2, use_shared_attention_adapter=True, use_mem_rope=True, time_step_min=0.4,
+                    layers_block_type=["hybrid"] * 4, rope_parameters=dict(checkpoints.YARN, factor=2.0))],
     "Qwen3Next": [dict(DELTA, **EXPERTS, shared_expert_intermediate_size=30, head_dim=16, linear_num_key_heads=1,
                        linear_num_value_heads=3, linear_key_head_dim=9, linear_value_head_dim=11),
                   dict(DELTA, **EXPERTS, shared_expert_intermediate_size=22, head_dim=24, linear_num_key_heads=2,

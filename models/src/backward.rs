@@ -41,6 +41,8 @@ pub(crate) struct Backward<'a, 'p> {
     pub carried: Option<Tensor>,
     /// Those of keys and values that blocks behind have read, by the number of the block they are of.
     pub lent: BTreeMap<usize, [Tensor; 2]>,
+    /// The number of the use of shared weights that is gone back through; 0 elsewhere.
+    pub nth_use: usize,
 }
 
 /// Sequences that stand in equal distances: a call of attention's gradient.
@@ -102,16 +104,18 @@ impl Block {
 }
 
 impl<'a, 'p> Backward<'a, 'p> {
-    /// One before its first layer, the last of the model.
+    /// One before its first op, over rows with these angles back, of this mask, in which sequences stand as these blocks say.
     pub fn new(
         pass: Pass<'a, 'p>,
         cpu: &'a Cpu,
         (angles, mask, blocks): (&'a [RopeTable], &'a [i32], &'a [Block]),
         sums: &'a mut Sums,
     ) -> Backward<'a, 'p> {
-        Backward { pass, cpu, angles, mask, blocks, sums, carried: None, lent: BTreeMap::new() }
+        Backward { pass, cpu, angles, mask, blocks, sums, carried: None, lent: BTreeMap::new(), nth_use: 0 }
     }
+}
 
+impl Backward<'_, '_> {
     /// Shows the gradient of a site of the block that is gone back through, as [`Pass::see`].
     pub fn see(&mut self, site: &'static str, values: &mut Tensor) -> Result<(), ModelError> {
         self.pass.see(site, values)
@@ -181,7 +185,7 @@ impl<'a, 'p> Backward<'a, 'p> {
     /// Adds the tokens of `x[M,K]` and `dy[M,N]`, as products read them, to the gradient of a matrix.
     pub fn add_matrix(&mut self, source: &Source, x: TensorRef, dy: TensorRef, mask: &[i32]) -> Result<(), ModelError> {
         let [n, k] = [dy, x].map(|rows| rows.shape()[1]);
-        let dw = self.sums.matrix(self.cpu, Of::matrix(source), Some(source), [n, k])?;
+        let dw = self.sums.matrix(self.cpu, Of::matrix(source).of_use(self.nth_use), Some(source), [n, k])?;
         typed!(x.dtype() => A, {
             let [x, dy] = [x, dy].map(|rows| rows.contiguous::<A>().expect("rows stand one behind the other"));
             Ok(gemm_dw(self.cpu, &GemmDw::new(mask.len(), n, k), Some(mask), x, dy, dw)?)
@@ -203,8 +207,8 @@ impl<'a, 'p> Backward<'a, 'p> {
         inputs: &[(&str, TensorRef)],
         mask: &[i32],
     ) -> Result<(), ModelError> {
-        let Backward { pass, sums, cpu, .. } = self;
-        sums.vector(cpu, of, rows, n, mask, |carry, before, next| {
+        let Backward { pass, sums, cpu, nth_use, .. } = self;
+        sums.vector(cpu, of.of_use(*nth_use), rows, n, mask, |carry, before, next| {
             let attributes = attributes.clone().with("token_offset", before);
             let tokens = [("mask", TensorRef::new(mask, &[mask.len()])?), ("carry", carry)];
             pass.op(op, &attributes, &[inputs, &tokens].concat(), [(output, next.view_mut())])

@@ -6,7 +6,7 @@
 
 use crate::fields::Fields;
 use crate::layers::head::Finish;
-use crate::layers::{LayerPlan, attend, attention, branch, is_size, moe, norm, per_layer, time_mix};
+use crate::layers::{LayerPlan, attend, attention, branch, is_size, moe, norm, per_layer, shared, time_mix};
 use crate::rotary::{RopeLength, Rotary};
 use crate::{Family, ModelError, families};
 use serde_json::Value;
@@ -23,6 +23,8 @@ pub struct Config {
     pub hidden: usize,
     /// The branches of each block, in the order in which they are run.
     pub blocks: Vec<Vec<branch::Plan>>,
+    /// What several of them share.
+    pub shared: Vec<shared::Plan>,
     /// What stands before the number of a block in the names of its tensors.
     pub stack: &'static str,
     /// The name of the table of embeddings, without `.weight`.
@@ -153,6 +155,7 @@ impl Config {
             vocab,
             hidden,
             blocks: Vec::new(),
+            shared: Vec::new(),
             stack: "model.layers",
             table: "model.embed_tokens",
             head: "lm_head",
@@ -191,9 +194,8 @@ impl Config {
             let why = format!("is {layers}; with {experts} experts in each that is more than {MOST_EXPERTS} experts");
             fields.refuse("num_hidden_layers", why);
         }
-        let longest = config.max_positions;
+        let (longest, recorded) = (config.max_positions, fields.size(ROPE_LENGTH));
         let trained = config.trained_length().unwrap_or(longest).min(longest);
-        let recorded = fields.size(ROPE_LENGTH);
         config.rope_length = RopeLength::Declared(recorded.unwrap_or(trained));
         if recorded.is_some_and(|length| length > longest) {
             fields.refuse(ROPE_LENGTH, format!("is more than the model's {longest} positions"));
@@ -253,15 +255,18 @@ impl Config {
                 "logits with a bias are as their own matrix makes them",
             ),
             (self.first_time_mix().is_none_or(|plan| plan.first), "the first time mix reads v of no other"),
+            (self.carried() <= 1, "blocks leave one thing for those behind, beside the stream"),
             (self.embed_norm.is_none() || self.inputs.is_none(), "inputs of blocks are made of tokens without a norm"),
             (self.plans().all(|plan| self.has_input(plan)), "the inputs of blocks are as wide as those that are made"),
             (
                 self.lenders_fit(),
                 "keys and values are read of the first layer of an earlier block, which has such heads",
             ),
+            (self.uses_hold(), "a use of a shared block stands before a norm, and there is that block"),
         ];
         let broken = checks.into_iter().find(|(holds, _)| !holds).map(|(_, rule)| rule);
-        let plans = || self.plans().find_map(|plan| plan.check(self.hidden, &self.rotary).err());
+        let shared = || self.shared.iter().find_map(|plan| plan.check(self.hidden, &self.rotary).err());
+        let plans = || self.plans().find_map(|plan| plan.check(self.hidden, &self.rotary).err()).or_else(shared);
         match broken.or_else(plans) {
             None => Ok(()),
             Some(rule) => Err(ModelError::input("config", format!("was changed, and no longer holds that {rule}"))),
@@ -329,7 +334,31 @@ impl Config {
 
     /// The heads of every attention.
     pub(crate) fn heads(&self) -> impl Iterator<Item = &attend::Heads> {
-        self.plans().filter_map(LayerPlan::heads)
+        self.plans().filter_map(LayerPlan::heads).chain(self.shared.iter().map(|plan| &plan.heads))
+    }
+
+    /// Whether the uses of shared blocks are what a decoder can run.
+    fn uses_hold(&self) -> bool {
+        let has_time_mix = self.first_time_mix().is_some();
+        let holds = |branch: &branch::Plan| match &branch.ahead {
+            Some(ahead) => branch.before.is_some() && ahead.of < self.shared.len() && !has_time_mix,
+            None => true,
+        };
+        self.blocks.iter().flatten().all(holds)
+    }
+
+    /// What stands before the names of a shared block's tensors.
+    pub(crate) fn shared_prefix(&self, plan: &shared::Plan) -> String {
+        format!("{}.{}.{}.", self.stack, plan.first, plan.name)
+    }
+
+    /// The name of a tensor under the first use of its shared block, where this is its name under a later one.
+    pub(crate) fn shared_name(&self, name: &str) -> Option<String> {
+        let (block, rest) = name.strip_prefix(self.stack)?.strip_prefix('.')?.split_once('.')?;
+        let block = self.blocks.get(block.parse::<usize>().ok()?)?;
+        let plan = self.shared.get(block.iter().find_map(|branch| branch.ahead.as_ref())?.of)?;
+        let rest = rest.strip_prefix(plan.name)?.strip_prefix('.')?;
+        Some(format!("{}{rest}", self.shared_prefix(plan))).filter(|first| first != name)
     }
 
     /// Every mixture of experts.
@@ -338,6 +367,12 @@ impl Config {
             LayerPlan::Moe(plan) => Some(plan),
             _ => None,
         })
+    }
+
+    /// What is left for blocks beside the stream: inputs of their own, embedded tokens, or the values of the first of them.
+    fn carried(&self) -> usize {
+        let all = [self.inputs.is_some(), !self.shared.is_empty(), self.first_time_mix().is_some()];
+        all.into_iter().filter(|carried| *carried).count()
     }
 
     /// Whether the input that a layer asks for is made.
@@ -349,8 +384,8 @@ impl Config {
 
     /// The attention of a block that comes first in it, where it does.
     fn first_attention(&self, block: usize) -> Option<&attention::Plan> {
-        match &self.blocks.get(block)?.first()?.layer {
-            LayerPlan::Attention(plan) => Some(plan),
+        match self.blocks.get(block)?.first()? {
+            branch::Plan { layer: LayerPlan::Attention(plan), ahead: None, .. } => Some(plan),
             _ => None,
         }
     }
@@ -783,6 +818,63 @@ mod tests {
         assert!(read("qwen2", json!({"attention_bias": true})).is_ok(), "qwen2 has these biases");
     }
 
+    /// Which shared block stands before which layer, and what the fields of Zamba2 may not say.
+    #[test]
+    fn shared_blocks_and_their_fields() {
+        let zamba2 = |more: Value| {
+            let kinds = ["hybrid", "mamba", "hybrid", "linear_attention", "hybrid"];
+            let plain = json!({
+                "num_hidden_layers": 5, "layers_block_type": kinds, "n_mamba_heads": 8, "num_mem_blocks": 2, "head_dim": 32,
+                "num_key_value_heads": 4,
+            });
+            read("zamba2", with(&plain, more))
+        };
+        let found = zamba2(json!({"hybrid_layer_ids": [0, 2, 4]})).unwrap();
+        let uses = |c: &Config| -> Vec<Option<(usize, usize)>> {
+            c.blocks.iter().map(|block| block[0].ahead.as_ref().map(|ahead| (ahead.of, ahead.number))).collect()
+        };
+        assert_eq!(uses(&found), [Some((0, 0)), None, Some((1, 1)), None, Some((0, 2))]);
+        assert_eq!(found.shared.iter().map(|plan| plan.first).collect::<Vec<_>>(), [0, 2]);
+        assert_eq!(found.heads().map(|heads| heads.scale).collect::<Vec<_>>(), [0.25; 2]);
+        let name = |block: usize, rest: &str| format!("model.layers.{block}.shared_transformer.{rest}");
+        assert_eq!(found.shared_name(&name(4, "o")), Some(name(0, "o")));
+        assert!(
+            [name(0, "o"), name(2, "o"), "model.layers.4.linear.weight".into(), name(9, "o")]
+                .iter()
+                .all(|name| found.shared_name(name).is_none())
+        );
+        let one = zamba2(json!({"num_mem_blocks": null})).unwrap();
+        assert_eq!((one.shared.len(), uses(&one)[4]), (1, Some((0, 2))));
+        for (more, told) in [
+            (json!({"use_long_context": true}), "`use_long_context` is true; supported is false, with the rope_theta"),
+            (json!({"use_conv_bias": false}), "`use_conv_bias` is false; supported is true"),
+            (json!({"time_step_limit": [0.01, 0.5]}), "`time_step_limit` asks for other steps"),
+            (json!({"hybrid_layer_ids": [0, 4]}), "`hybrid_layer_ids` are not the layers"),
+            (json!({"head_dim": 16}), "`head_dim` is not 32"),
+            (json!({"mamba_headdim": 8}), "`mamba_headdim` is not 16"),
+            (json!({"attention_hidden_size": 64}), "`attention_hidden_size` is not 128"),
+            (json!({"hidden_act": "silu"}), "`hidden_act` is \"silu\"; supported are gelu"),
+            (
+                json!({"use_shared_attention_adapter": true, "num_key_value_heads": 2}),
+                "`num_key_value_heads` is 2; with",
+            ),
+            (json!({"layers_block_type": null}), "`layers_block_type` is missing"),
+            (
+                json!({"layers_block_type": ["hybrid", "hybrid", "mamba", "mamba", "mamba"], "layer_types": ["hybrid"]}),
+                "`layer_types`",
+            ),
+            (json!({"layers_block_type": ["hybrid", "mlp", "mamba", "mamba", "mamba"]}), "`layers_block_type[1]` is"),
+            (json!({"partial_rotary_factor": 0.5, "use_mem_rope": true}), "`partial_rotary_factor` is 0.5"),
+            (json!({"use_shared_mlp_adapter": false}), "`use_shared_mlp_adapter` is false"),
+        ] {
+            let line = zamba2(more.clone()).unwrap_err();
+            assert!(line.contains(told), "{more}: {line}");
+        }
+        let line = zamba2(json!({"use_conv_bias": false, "n_mamba_heads": 7, "num_attention_heads": 3})).unwrap_err();
+        let all = ["`use_conv_bias` is", "`n_mamba_heads` is 7", "`num_attention_heads` is 3"];
+        assert!(all.iter().all(|told| line.contains(told)), "{line}");
+    }
+
     #[test]
     fn all_complaints_come_together() {
         let changes = json!({
@@ -998,6 +1090,14 @@ mod tests {
             (
                 "Bamba-9B",
                 json!({"model_type": "bamba", "attn_layer_indices": [1], "attn_rotary_emb": 64, "hidden_act": "silu", "intermediate_size": 80, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 262144, "num_key_value_heads": 2, "num_logits_to_keep": 1, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": false, "use_mamba_kernels": true}),
+            ),
+            (
+                "Zamba2-2.7B",
+                json!({"model_type": "zamba2", "adapter_rank": 128, "add_bias_linear": false, "attention_head_dim": 24, "attention_hidden_size": 96, "chunk_size": 256, "hidden_act": "gelu", "hybrid_layer_ids": [1], "intermediate_size": 80, "kv_channels": 12, "layers_block_type": ["mamba", "hybrid"], "mamba_d_conv": 4, "mamba_d_state": 64, "mamba_expand": 2, "mamba_headdim": 16, "mamba_ngroups": 1, "max_position_embeddings": 4096, "n_mamba_heads": 6, "num_logits_to_keep": 1, "num_mem_blocks": 2, "num_query_groups": 4, "pad_token_id": 0, "rope_theta": 10000, "time_step_floor": 0.0001, "time_step_limit": null, "time_step_max": 0.1, "time_step_min": 0.001, "use_conv_bias": true, "use_long_context": false, "use_mamba_kernels": true, "use_mem_eff_path": true, "use_mem_rope": false, "use_shared_attention_adapter": false, "use_shared_mlp_adapter": true}),
+            ),
+            (
+                "Zamba2-1.2B",
+                json!({"model_type": "zamba2", "adapter_rank": 128, "add_bias_linear": false, "chunk_size": 256, "hidden_act": "gelu", "intermediate_size": 80, "layers_block_type": ["mamba", "hybrid"], "mamba_d_conv": 4, "mamba_d_state": 128, "mamba_expand": 2, "mamba_ngroups": 1, "max_position_embeddings": 4096, "n_mamba_heads": 6, "num_mem_blocks": 1, "pad_token_id": 0, "rope_theta": 10000, "time_step_min": 0.001, "use_conv_bias": true, "use_long_context": false, "use_mem_rope": true, "use_shared_attention_adapter": true}),
             ),
             (
                 "Qwen3-Next-80B-A3B",

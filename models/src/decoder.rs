@@ -34,6 +34,7 @@ use crate::layers::embedding::Embedding;
 use crate::layers::head::Head;
 use crate::layers::loader::Loader;
 use crate::layers::norm::Norm;
+use crate::layers::shared::Shared;
 use crate::machine::Machine;
 use crate::pass::Pass;
 use crate::state::{Kind, States};
@@ -52,6 +53,8 @@ pub(crate) struct Decoder {
     /// What products and attention read.
     pub dtype: DType,
     embedding: Embedding,
+    /// What several blocks share.
+    shared: Vec<Shared>,
     blocks: Vec<Block>,
     final_norm: Norm,
     pub head: Head,
@@ -203,10 +206,11 @@ impl Decoder {
         let mut loader = Loader { dtype, cpu, weights: &mut weights, prefix: String::new(), packs, transposed: false };
         // The largest tensors first: what is read of one is given back before the model has its whole size.
         let (embedding, head) = tables(c, &mut loader)?;
+        let shared = shared(c, &mut loader)?;
         let blocks = (0..c.layers()).map(|i| block(c, i, &mut loader)).collect::<Result<_, _>>()?;
         let final_norm = final_norm(c, &mut loader)?;
         let Weights { parameters, constants, .. } = weights;
-        Ok(Decoder { config, dtype, embedding, blocks, final_norm, head, parameters, constants, torn: false })
+        Ok(Decoder { config, dtype, embedding, shared, blocks, final_norm, head, parameters, constants, torn: false })
     }
 
     /// Refuses weights that [`Decoder::load`] would refuse, and keeps nothing of them.
@@ -237,6 +241,7 @@ impl Decoder {
         let mut loader = Loader { dtype, cpu, weights: &mut weights, prefix, packs: true, transposed: false };
         self.torn = true;
         (self.embedding, self.head) = tables(c, &mut loader)?;
+        self.shared = shared(c, &mut loader)?;
         for (i, place) in self.blocks.iter_mut().enumerate() {
             *place = block(c, i, &mut loader)?;
         }
@@ -247,6 +252,7 @@ impl Decoder {
 
     /// Takes the weights from the processor to a device.
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        self.shared.iter_mut().try_for_each(|block| block.move_to(cpu, device))?;
         let branches = self.blocks.iter_mut().flat_map(|block| &mut block.branches);
         branches.into_iter().try_for_each(|branch| branch.move_to(cpu, device))?;
         self.final_norm.move_to(device)?;
@@ -281,6 +287,12 @@ impl Decoder {
         }
         let mut stream = Stream::new(pass, pass.step.rows(), self.config.hidden)?;
         self.embedding.forward(pass, &self.head.linear, stream.room())?;
+        if !self.shared.is_empty() {
+            let (size, part) = ([pass.step.rows(), self.config.hidden], Part::whole(self.config.hidden));
+            let mut embedded = pass.empty(DType::Fp32, &size)?;
+            pass.machine.copy_rows(size, (&stream.x, part), (&mut embedded, part))?;
+            pass.carried = Some(embedded);
+        }
         Ok(stream)
     }
 
@@ -300,7 +312,7 @@ impl Decoder {
             // A layer that reads what another keeps has its state for this while.
             let lender = branch.lender().map(|block| self.states_before(block));
             lender.iter().for_each(|&lender| states.layers.swap(first, lender));
-            let made = branch.forward(pass, &mut states.layers[first..end], stream);
+            let made = branch.forward(pass, &self.shared, &mut states.layers[first..end], stream);
             lender.iter().for_each(|&lender| states.layers.swap(first, lender));
             saved.extend(made?);
             first = end;
@@ -353,7 +365,7 @@ impl Decoder {
         }
         for (at, (branch, saved)) in branches.iter().zip(saved).enumerate().rev() {
             back.pass.layer = Some(i);
-            let dx = branch.backward(back, saved, &dsum)?;
+            let dx = branch.backward(back, &self.shared, saved, &dsum)?;
             back.pass.layer = None;
             dsum = self.see_gradient(back, i, at, dx)?;
         }
@@ -379,7 +391,10 @@ impl Decoder {
     }
 
     /// From that of the residual stream before the first block, of these tokens.
-    pub fn embed_backward(&self, back: &mut Backward, tokens: &[i32], dx: Tensor) -> Result<(), ModelError> {
+    pub fn embed_backward(&self, back: &mut Backward, tokens: &[i32], mut dx: Tensor) -> Result<(), ModelError> {
+        if let Some(embedded) = back.carried.take() {
+            dx = back.sum(embedded, dx)?;
+        }
         self.embedding.backward(back, &self.head.linear, tokens, dx)
     }
 }
@@ -393,6 +408,7 @@ pub(crate) fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
         Loader { dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, prefix, packs: false, transposed: false };
     let mut take = || -> Result<(), ModelError> {
         tables(c, &mut loader)?;
+        shared(c, &mut loader)?;
         for i in 0..c.layers() {
             block(c, i, &mut loader)?;
         }
@@ -412,11 +428,21 @@ fn tables(c: &Config, loader: &mut Loader) -> Result<(Embedding, Head), ModelErr
     Ok((embedding, Head::new(head, c.finish)))
 }
 
+/// What several blocks share.
+fn shared(c: &Config, loader: &mut Loader) -> Result<Vec<Shared>, ModelError> {
+    loader.transposed = c.transposed;
+    let load = |plan| {
+        loader.prefix = c.shared_prefix(plan);
+        Shared::load(loader, plan, &c.norms)
+    };
+    c.shared.iter().map(load).collect()
+}
+
 /// Block number `i`.
 fn block(c: &Config, i: usize, loader: &mut Loader) -> Result<Block, ModelError> {
     loader.prefix = format!("{}.{i}.", c.stack);
     loader.transposed = c.transposed;
-    let branches = c.blocks[i].iter().map(|plan| Branch::load(loader, plan, c.hidden, &c.norms));
+    let branches = c.blocks[i].iter().map(|plan| Branch::load(loader, plan, c));
     let branches = branches.collect::<Result<_, _>>()?;
     let factor = c.block_factor.map(|name| loader.constant(name, &[1])).transpose()?;
     let factor = factor.and_then(|factor| Some(f64::from(*factor.as_slice::<f32>()?.first()?)));

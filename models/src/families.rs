@@ -59,6 +59,7 @@ mod rwkv7;
 mod seed_oss;
 mod smollm3;
 mod starcoder2;
+mod zamba2;
 
 use crate::ModelError;
 use crate::config::Config;
@@ -126,6 +127,7 @@ const ALL: &[Family] = &[
     nemotron_h::FAMILY,
     falcon_h1::FAMILY,
     rwkv7::FAMILY,
+    zamba2::FAMILY,
 ];
 
 /// A model family.

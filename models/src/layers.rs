@@ -26,6 +26,7 @@ pub(crate) mod narrow;
 pub(crate) mod norm;
 pub(crate) mod per_layer;
 pub(crate) mod recur;
+pub(crate) mod shared;
 pub(crate) mod time_mix;
 pub(crate) mod token_mix;
 pub(crate) mod unit;

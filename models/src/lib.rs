@@ -23,6 +23,7 @@ pub mod plan {
     pub use crate::layers::mlp::{Activation, Names as MlpNames, Plan as Mlp};
     pub use crate::layers::moe::{Plan as Moe, Weighs};
     pub use crate::layers::norm::{Kind as NormKind, Plan as Norm};
+    pub use crate::layers::shared::{Plan as Shared, Use};
 }
 
 mod audit;

@@ -206,6 +206,11 @@ impl Model {
         &self.decoder.parameters
     }
 
+    /// The name of the parameter that a tensor is once more, under the name of a later use of a shared block.
+    pub fn shared_name(&self, name: &str) -> Option<String> {
+        self.config().shared_name(name)
+    }
+
     /// Names of the tensors that are read and are no parameters.
     pub fn constants(&self) -> impl Iterator<Item = &String> {
         self.decoder.constants.keys()

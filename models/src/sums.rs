@@ -26,12 +26,19 @@ pub(crate) struct Of {
     start: usize,
     /// Whether tokens looked it up.
     looked_up: bool,
+    /// The number of the use, of weights that several blocks share, until the group ends.
+    nth_use: usize,
 }
 
 impl Of {
     /// All of a parameter.
     pub fn whole(name: &str) -> Of {
-        Of { name: name.into(), start: 0, looked_up: false }
+        Of { name: name.into(), start: 0, looked_up: false, nth_use: 0 }
+    }
+
+    /// The same of one use.
+    pub fn of_use(self, nth_use: usize) -> Of {
+        Of { nth_use, ..self }
     }
 
     /// A parameter that tokens look up.
@@ -156,11 +163,11 @@ impl Sums {
         Ok(self.all.get_mut(&of).expect("it was just put there"))
     }
 
-    /// The end of the group.
+    /// The end of the group: the sums of weights that several blocks share are added, one use after the other.
     pub fn end(self, cpu: &Cpu) -> Result<Totals, ModelError> {
-        let mut totals = BTreeMap::new();
+        let mut totals: BTreeMap<Of, Total> = BTreeMap::new();
         for (of, Sum { state, has, tokens }) in self.all {
-            let values = match tokens {
+            let mut values = match tokens {
                 None => state,
                 Some(_) => {
                     let mut folded = empty(cpu, DType::Fp32, &state.shape()[1..])?;
@@ -169,6 +176,10 @@ impl Sums {
                     folded
                 }
             };
+            let of = of.of_use(0);
+            if let Some(earlier) = totals.get(&of) {
+                values = add(cpu, &earlier.values, &values)?;
+            }
             totals.insert(of, Total { values, has });
         }
         Ok(Totals(totals))
@@ -373,7 +384,7 @@ fn named(text: &str) -> Option<(Of, Has)> {
             Has::Some(Source { name, ends: ENDS, groups, size, start, width, transposed })
         }
     };
-    Some((Of { name, start, looked_up }, has))
+    Some((Of { name, start, looked_up, nth_use: 0 }, has))
 }
 
 impl Has {
@@ -528,6 +539,31 @@ mod tests {
         assert_eq!(bits(&found["m"]), expected(&[9.0; 2]));
         // The fold of 64 chains of 3.
         assert_eq!(bits(&found["v"]), expected(&[192.0; 2]));
+    }
+
+    /// The uses of a shared weight are added when a group ends, the first first, however they came.
+    #[test]
+    fn uses_of_shared_weights_are_added_in_their_order() {
+        let cpu = Cpu::best();
+        let parts = [(2, -1e8f32), (0, 1.0), (1, 1e8), (2, 0.0), (0, 0.0)];
+        for order in [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0]] {
+            let mut sums = Sums::default();
+            for (number, value) in order.map(|i| parts[i]) {
+                sums.matrix(&cpu, Of::whole("w").of_use(number), None, [1, 1]).unwrap()[0] += value;
+                let of = Of::whole("v").of_use(number);
+                let add = |state: TensorRef, _: usize, next: &mut Tensor| {
+                    let (state, next) = (state.contiguous::<f32>().unwrap(), next.as_slice_mut::<f32>().unwrap());
+                    next.copy_from_slice(state);
+                    next[0] += value;
+                    Ok(())
+                };
+                sums.vector(&cpu, of, None, 1, &[1], add).unwrap();
+            }
+            let parameters = BTreeMap::from([("w".to_string(), vec![1, 1]), ("v".to_string(), vec![1])]);
+            let found = sums.end(&cpu).unwrap().finish(&cpu, &parameters).unwrap();
+            // Another order leaves 1 of each.
+            assert_eq!((bits(&found["w"]), bits(&found["v"])), (expected(&[0.0]), expected(&[0.0])), "{order:?}");
+        }
     }
 
     /// Groups are joined as pairs, and pairs of pairs; what a group has not is +0 there.

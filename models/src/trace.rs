@@ -198,6 +198,20 @@ mod tests {
         }
     }
 
+    /// A value of a shared block is called by the layer that uses it.
+    #[test]
+    fn sites_of_shared_blocks_tell_the_use() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/zamba2");
+        let (cpu, mut names) = (Cpu::best(), Names(Vec::new()));
+        let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
+        model.forward_run(&cpu, &[&[1, 2, 3]], Run { probe: Some(&mut names), ..Run::default() }).unwrap();
+        for site in ["shared_norm", "q_adapter", "q", "attention", "shared_o", "gate_up_adapter", "shared"] {
+            let end = format!(".{site}");
+            let found: Vec<&str> = names.0.iter().filter_map(|name| name.strip_suffix(&end)).collect();
+            assert_eq!(found, ["layers.0", "layers.2", "layers.3", "layers.4"], "{site}");
+        }
+    }
+
     /// Showing them moves no bit.
     #[test]
     fn every_site_is_shown_in_its_order() {

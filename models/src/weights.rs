@@ -258,7 +258,7 @@ impl<'a> Weights<'a> {
         let buffers: Vec<String> =
             self.left().filter(|(name, it)| is_buffer(name, it)).map(|(name, _)| name.clone()).collect();
         buffers.iter().for_each(|name| drop(self.tensors.remove(name)));
-        let mut complaints = Vec::new();
+        let mut complaints = self.drop_again(config);
         for (name, stored) in &self.tensors {
             let bad = |why: String| ModelError::tensor(self.shard(stored), name, why);
             match wanted.remove(name) {
@@ -280,6 +280,45 @@ impl<'a> Weights<'a> {
             ModelError::tensor(&self.source, name, why)
         }));
         (complaints, buffers)
+    }
+
+    /// Drops what is stored again under the names of later uses of a shared block; complaints of what is not the same.
+    fn drop_again(&mut self, config: &Config) -> Vec<ModelError> {
+        let first = |name: &String| config.shared_name(name).filter(|first| self.contains(first));
+        let again: Vec<(String, String)> =
+            self.tensors.keys().filter_map(|name| Some((name.clone(), first(name)?))).collect();
+        let mut complaints = Vec::new();
+        for (name, first) in again {
+            match self.are_same(&name, &first) {
+                Ok(true) => {}
+                Ok(false) => {
+                    let why = format!("differs from {first}, which is the same weight; remove one");
+                    complaints.push(ModelError::tensor(&self.path(&name), &name, why));
+                }
+                Err(e) => complaints.push(e),
+            }
+            self.tensors.remove(&name);
+        }
+        complaints
+    }
+
+    /// Whether two tensors have the same shape and bits.
+    fn are_same(&mut self, a: &str, b: &str) -> Result<bool, ModelError> {
+        if self.tensors[a].shape != self.tensors[b].shape {
+            return Ok(false);
+        }
+        let taken = self.taken;
+        let mut values = |name: &str| -> Result<Vec<f32>, ModelError> {
+            let stored = self.tensors.remove(name).expect("it is there");
+            let values = self.read(name, &stored);
+            self.tensors.insert(name.into(), stored);
+            values
+        };
+        let (second, first) = (values(a)?, values(b)?);
+        // The first is still to be read.
+        let Stored { bytes, .. } = &self.tensors[a];
+        self.taken = taken + (bytes.end - bytes.start);
+        Ok(first.iter().map(|x| x.to_bits()).eq(second.iter().map(|x| x.to_bits())))
     }
 
     /// [`Weights::fit`] where what does not fit is refused; lines on what is passed by.

@@ -315,6 +315,12 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
         _ => heads.chunk = Some(n),
     };
     let at = pick.below(block.len());
+    if let Some(ahead) = &mut block[at].ahead
+        && pick.below(3) == 0
+    {
+        *(if pick.below(2) == 0 { &mut ahead.of } else { &mut ahead.number }) = n;
+        return;
+    }
     match &mut block[at].layer {
         Layer::Attention(plan) => match pick.below(11) {
             6 => plan.hidden = n,
@@ -405,6 +411,7 @@ fn changed_configs_are_refused() {
         "qwen3-next",
         "gpt2",
         "gpt-neox",
+        "zamba2",
     ] {
         let good = Config::load(&checkpoint(name)).unwrap();
         let tensors = Model::read_tensors(&checkpoint(name)).unwrap();
@@ -422,6 +429,14 @@ fn changed_configs_are_refused() {
                 4 => c.max_positions = n,
                 5 => c.extra_layers = n,
                 6 => c.rope_length = RopeLength::Declared(n),
+                7 if !c.shared.is_empty() && pick.below(2) == 0 => {
+                    let plan = &mut c.shared[0];
+                    let sizes =
+                        [&mut plan.first, &mut plan.hidden, &mut plan.rank, &mut plan.width, &mut plan.rope.dim];
+                    let heads = [&mut plan.heads.queries, &mut plan.heads.keys, &mut plan.heads.key_dim];
+                    let at = pick.below(8);
+                    *sizes.into_iter().chain(heads).nth(at).expect("it is one of them") = n;
+                }
                 _ => change(&mut c.blocks[which], n, &mut pick),
             }
             let same = c == good;

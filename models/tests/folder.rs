@@ -242,6 +242,37 @@ fn a_gemma4_beside_other_models_is_loaded() {
     assert_refused(&dir, &told);
 }
 
+/// Weights of a shared block may be stored under every layer that uses it: then they are the same.
+#[test]
+fn shared_weights_may_be_stored_again() {
+    let (dir, expected) = (copy("zamba2"), logits(&checkpoint("zamba2")));
+    let (first, second) = ("model.layers.0.shared_transformer.", "model.layers.3.shared_transformer.");
+    change_tensors(&dir, |tensors| {
+        let of_block = tensors.iter().filter(|(name, _)| name.starts_with(first));
+        let again: Tensors = of_block.map(|(name, tensor)| (name.replacen(first, second, 1), tensor.clone())).collect();
+        assert!(again.len() > 20);
+        tensors.extend(again);
+    });
+    assert_eq!(logits(dir.path()), expected);
+    let audits = [dir.path(), &checkpoint("zamba2")].map(|dir| Audit::of(dir, |_, _| {}).unwrap());
+    assert!(audits[0].holds() && audits[0].parameters == audits[1].parameters, "{:?}", audits[0].findings);
+    change_json(&dir, "config.json", |config| {
+        // Older names of the kinds.
+        config["layers_block_type"] = json!(["hybrid", "mamba", "hybrid", "hybrid", "hybrid"]);
+    });
+    assert_eq!(logits(dir.path()), expected);
+    let [o, norm] = ["self_attn.o_proj.weight", "pre_ff_layernorm.weight"];
+    change_tensors(&dir, |tensors| {
+        tensors.get_mut(&format!("{second}{o}")).unwrap().2[0] ^= 1;
+        tensors.remove(&format!("{first}{norm}"));
+    });
+    let differs = format!("`{second}{o}` differs from {first}{o}, which is the same weight; remove one");
+    let strange = format!("`{second}{norm}` is not part of the model");
+    assert_refused(&dir, &[&differs, &strange, &format!("`{first}{norm}` is missing")]);
+    let audit = Audit::of(dir.path(), |_, _| {}).unwrap();
+    assert!(!audit.holds() && audit.findings.iter().any(|found| found.wrong && found.tensor == format!("{second}{o}")));
+}
+
 #[test]
 fn shards_give_the_same_logits() {
     let dir = copy("qwen3-adder");

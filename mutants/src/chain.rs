@@ -116,6 +116,14 @@ pub const MUTATIONS: &[Mutation] = &[
         answer: |mutant, case| mutant.model(case, ModelMutation::StepsUnnormed),
     },
     Mutation {
+        name: "adapter_of_the_first_use",
+        about: "Uses of a shared block add what the adapters of its first use have made.",
+        op: "chain",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| mutant.model(case, ModelMutation::FirstAdapter),
+    },
+    Mutation {
         name: "snapshot_one_token_late",
         about: "A prefix hit goes on from states that have seen one token more than the prefix has.",
         op: "chain",

@@ -29,6 +29,8 @@ pub enum ModelMutation {
     GateBehindNorm,
     /// In a scan of Mamba whose steps have a norm, they have none.
     StepsUnnormed,
+    /// Uses of a shared block add what the adapters of its first use have made.
+    FirstAdapter,
     /// Of a chunk, what mixes tokens with those before them keeps the token before its last.
     ShiftAfterChunk,
     /// The logarithm of a decay is taken for that of its logarithm: `exp(-exp(w))` for `exp(w)`.
@@ -70,6 +72,9 @@ pub struct ModelMutant<P> {
     input: Option<usize>,
     /// Which layers read keys and values of another.
     borrows: Vec<bool>,
+    /// Of each layer that uses a shared block the first one that does, and what the adapters of that have just made, by site.
+    firsts: Vec<Option<usize>>,
+    adapted: BTreeMap<(usize, String), Vec<f32>>,
     /// The layers that a micro-batch has been through.
     attended: Vec<usize>,
     /// What entered the layer that runs, by sequence and position.
@@ -84,6 +89,7 @@ impl<P: Probe> ModelMutant<P> {
     pub fn new(mutation: ModelMutation, config: &Config, beside: P) -> ModelMutant<P> {
         let windowed = config.windows().iter().map(Option::is_some).collect();
         let scan = |block: &Vec<_>| block.iter().find_map(scan_of);
+        let first = |block: &Vec<Branch>| Some(config.shared[block.iter().find_map(|b| b.ahead.as_ref())?.of].first);
         ModelMutant {
             mutation,
             windowed,
@@ -96,6 +102,8 @@ impl<P: Probe> ModelMutant<P> {
             gates: config.blocks.iter().map(|block| block.iter().map(gates_of).max().unwrap_or(0)).collect(),
             input: config.inputs.as_ref().map(|inputs| inputs.width),
             borrows: config.blocks.iter().map(|block| block.iter().any(borrows)).collect(),
+            firsts: config.blocks.iter().map(first).collect(),
+            adapted: BTreeMap::new(),
             attended: Vec::new(),
             entered: BTreeMap::new(),
             beside,
@@ -233,6 +241,13 @@ impl<P> ModelMutant<P> {
                 seen.values.chunks_exact_mut(width).for_each(|row| row.rotate_left(input));
             }
             (ModelMutation::LentUntrained, "dk" | "dv", Some(layer)) if self.borrows[layer] => seen.values.fill(0.0),
+            (ModelMutation::FirstAdapter, site, Some(layer)) if site.ends_with("_adapter") => {
+                let first = self.firsts[layer].expect("it uses a shared block");
+                match self.adapted.get(&(first, site.to_string())) {
+                    Some(made) if layer != first => seen.values.copy_from_slice(made),
+                    _ => drop(self.adapted.insert((layer, site.to_string()), seen.values.to_vec())),
+                }
+            }
             (ModelMutation::ShiftAfterChunk, "input_norm" | "mlp_norm", _) => {
                 let rows = seen.values.chunks_exact(width).map(<[f32]>::to_vec);
                 self.entered = seen.tokens.iter().copied().zip(rows).collect();

@@ -234,6 +234,11 @@ impl Model {
         locked(py, "model", &self.0, |held, _| Ok(held.model.parameters().clone()))
     }
 
+    /// The name of the parameter that a tensor is once more, under the name of a later use of a shared block.
+    fn shared_name(&self, py: Python<'_>, name: &str) -> PyResult<Option<String>> {
+        locked(py, "model", &self.0, |held, _| Ok(held.model.shared_name(name)))
+    }
+
     /// Names of the tensors that are read and are no parameters.
     fn constants(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         locked(py, "model", &self.0, |held, _| Ok(held.model.constants().cloned().collect()))

@@ -286,6 +286,35 @@ def test_a_state_goes_in_and_out(tmp_path):
         tied.load_state_dict(twice)
 
 
+def test_blocks_that_share_their_weights(tmp_path):
+    """The state of a module has them under every layer that uses them: a model has them once, and its optimiser steps them once."""
+    transformers = pytest.importorskip("transformers")
+    folder, first, later = CHECKPOINTS / "zamba2", "model.layers.0.shared_transformer.", "model.layers.3.shared_transformer."
+    module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    state, given = module.state_dict(), sequences(40)
+    assert any(name.startswith(later) for name in state)
+    module.save_pretrained(tmp_path)
+    folders = [samebits.torch.CausalLM.from_pretrained(one, dtype="fp32") for one in (folder, tmp_path)]
+    model = samebits.torch.CausalLM(module, dtype="fp32")
+    assert len({samebits.torch.sha256(one) for one in (model, *folders)}) == 1
+    assert not any(name.startswith(later) for name in model.state_dict())
+    told = [samebits.Engine(one, dtype="fp32").generate([3, 1, 4], max_tokens=4, seed=1)[0].logprobs.tobytes() for one in (folder, module, model)]
+    assert len(set(told)) == 1
+    for one in (model, folders[0]):
+        optimizer = samebits.torch.AdamW(one, lr=0.01)
+        one.logprob(given).sum().backward()
+        optimizer.step()
+    assert samebits.torch.sha256(model) == samebits.torch.sha256(folders[0]) != samebits.torch.sha256(folders[1])
+    model.load_state_dict(state)
+    assert samebits.torch.sha256(model) == samebits.torch.sha256(folders[1])
+    name = "pre_ff_layernorm.weight"
+    other = {**state, later + name: state[first + name] + 1}
+    with pytest.raises(RuntimeError, match=later + name):
+        model.load_state_dict(other)
+    with pytest.raises(ValueError, match=f"{later + name}. differs from {first + name}, which is the same weight"):
+        samebits.torch.CausalLM(other, module.config)
+
+
 def test_a_folder_without_a_config_is_loaded_and_saved(tmp_path):
     model = samebits.torch.CausalLM.from_pretrained(CHECKPOINTS / "rwkv7")
     given = sequences(160)

@@ -221,6 +221,7 @@ fn own_input(c: &Config, inputs: &inputs::Plan, [i, layers]: [usize; 2]) -> bran
         behind: Some("post_per_layer_input_norm"),
         factor: None,
         beside: None,
+        ahead: None,
     }
 }
 

@@ -206,6 +206,7 @@ pub(super) fn behind(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
         behind: Some(behind),
         factor: None,
         beside: None,
+        ahead: None,
     };
     vec![branch(Place::Mixer, mixer, "post_attention_layernorm"), branch(Place::Mlp, mlp, "post_feedforward_layernorm")]
 }
@@ -237,6 +238,7 @@ pub(super) fn parallel(mixer: LayerPlan, mlp: LayerPlan, own: Option<&'static st
         behind: None,
         factor: None,
         beside: Some(Beside { reads: own.map_or(Reads::Same, Reads::Normed), layer: mlp, factors: None, behind: None }),
+        ahead: None,
     }]
 }
 

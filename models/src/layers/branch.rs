@@ -2,12 +2,13 @@
 //! layer may stand beside the first: both read the stream as it enters, and what they make is added to it as one.
 
 use super::loader::Loader;
-use super::norm::{self, Norm};
+use super::norm::Norm;
+use super::shared::{self, Ahead, Shared};
 use super::{Layer, LayerPlan, Saved as LayerSaved};
-use crate::ModelError;
 use crate::backward::Backward;
 use crate::pass::Pass;
 use crate::state::{Kind, LayerState};
+use crate::{Config, ModelError};
 use samebits_ops::device::Device;
 use samebits_ops::{Attributes, Cpu, DType, Tensor};
 use std::mem::swap;
@@ -27,12 +28,14 @@ pub struct Plan {
     pub factor: Option<f64>,
     /// A layer beside the first.
     pub beside: Option<Beside>,
+    /// A use of a shared block, whose output is added to what the norm before the layer reads, and to nothing else.
+    pub ahead: Option<shared::Use>,
 }
 
 impl Plan {
     /// A layer behind a norm: `x + layer(norm(x))`.
     pub(crate) fn normed(place: Place, before: &'static str, layer: LayerPlan) -> Plan {
-        Plan { place, before: Some(before), layer, behind: None, factor: None, beside: None }
+        Plan { place, before: Some(before), layer, behind: None, factor: None, beside: None, ahead: None }
     }
 
     /// Its layers.
@@ -204,6 +207,7 @@ impl Stream {
 
 pub(crate) struct Branch {
     place: Place,
+    ahead: Option<Ahead>,
     before: Option<Norm>,
     layer: Layer,
     beside: Option<Second>,
@@ -232,7 +236,8 @@ struct SavedBeside {
 
 /// What a reverse pass reads.
 pub(crate) struct Saved {
-    /// The residual stream, and the form of it that the layer read.
+    ahead: Option<shared::Saved>,
+    /// The residual stream, with what stands ahead, and the form of it that the layer read.
     x: Tensor,
     a: Tensor,
     layer: LayerSaved,
@@ -242,17 +247,23 @@ pub(crate) struct Saved {
 }
 
 impl Branch {
-    pub fn load(loader: &mut Loader, plan: &Plan, hidden: usize, norms: &norm::Plan) -> Result<Branch, ModelError> {
+    pub fn load(loader: &mut Loader, plan: &Plan, c: &Config) -> Result<Branch, ModelError> {
+        let ahead = plan.ahead.as_ref().map(|plan| {
+            let shared = &c.shared[plan.of];
+            Ahead::load(loader, plan, shared, c.shared_prefix(shared))
+        });
+        let ahead = ahead.transpose()?;
         let layer = Layer::load(loader, &plan.layer)?;
-        let mut norm = |name: Option<&str>| name.map(|name| Norm::load(loader, name, hidden, norms)).transpose();
+        let mut norm = |name: Option<&str>| name.map(|name| Norm::load(loader, name, c.hidden, &c.norms)).transpose();
         let factor = plan.factor.map(|factor| Attributes::new().with("factor", factor));
         let (before, behind) = (norm(plan.before)?, norm(plan.behind)?);
-        let beside = plan.beside.as_ref().map(|beside| Second::load(loader, beside, hidden, norms)).transpose()?;
-        Ok(Branch { place: plan.place, before, layer, beside, behind, factor })
+        let beside = plan.beside.as_ref().map(|beside| Second::load(loader, beside, c)).transpose()?;
+        Ok(Branch { place: plan.place, ahead, before, layer, beside, behind, factor })
     }
 
     /// Takes the weights to a device.
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        self.ahead.as_mut().map_or(Ok(()), |ahead| ahead.move_to(cpu, device))?;
         self.layer.move_to(cpu, device)?;
         self.beside.as_mut().map_or(Ok(()), |beside| beside.move_to(cpu, device))?;
         [&mut self.before, &mut self.behind].into_iter().flatten().try_for_each(|norm| norm.move_to(device))
@@ -273,21 +284,34 @@ impl Branch {
 
     /// What each of its layers keeps of a sequence from step to step.
     pub fn states(&self) -> impl Iterator<Item = Kind> {
-        self.layers().map(Layer::state)
+        self.ahead.iter().map(Ahead::state).chain(self.layers().map(Layer::state))
     }
 
-    /// x, which takes what the branch before made, and in y what this one makes.
+    /// x, which takes what the branch before made, and in y what this one makes. `shared` are the shared blocks of the model.
     pub fn forward(
         &self,
         pass: &mut Pass,
+        shared: &[Shared],
         states: &mut [LayerState],
         stream: &mut Stream,
     ) -> Result<Option<Saved>, ModelError> {
         let sites = self.place.sites();
-        stream.enter(pass, self.before.as_ref())?;
+        let (of_ahead, states) = states.split_at_mut(usize::from(self.ahead.is_some()));
+        let mut ahead = None;
+        match (&self.ahead, &self.before) {
+            (Some(block), Some(norm)) => {
+                if stream.added_by.is_some() {
+                    stream.add(pass)?;
+                }
+                let Stream { x, y, sum, a, .. } = &mut *stream;
+                ahead = block.forward(pass, shared, &mut of_ahead[0], x, y)?;
+                norm.add_forward(pass, [x, y], sum, a)?;
+            }
+            (_, norm) => stream.enter(pass, norm.as_ref())?,
+        }
         let Stream { x, y, sum, a, .. } = stream;
         pass.see(sites.norm[0], a)?;
-        let entered = pass.kept([&*x, &*a])?;
+        let entered = pass.kept([if self.ahead.is_some() { &*sum } else { &*x }, &*a])?;
         let layer = self.layer.forward(pass, &mut states[0], a, y)?;
         pass.see(sites.made[0], y)?;
         let beside = match &self.beside {
@@ -307,12 +331,18 @@ impl Branch {
         }
         stream.added_by = pass.layer.map(|layer| (layer, self.place));
         let made = made.map(|[made]| made);
-        Ok(entered.zip(layer).map(|([x, a], layer)| Saved { x, a, layer, beside, made }))
+        Ok(entered.zip(layer).map(|([x, a], layer)| Saved { ahead, x, a, layer, beside, made }))
     }
 
     /// From `dsum` of the stream with what this branch adds: that of the stream before.
-    pub fn backward(&self, back: &mut Backward, saved: Saved, dsum: &Tensor) -> Result<Tensor, ModelError> {
-        let (sites, Saved { x, a, layer, beside, made }) = (self.place.sites(), saved);
+    pub fn backward(
+        &self,
+        back: &mut Backward,
+        shared: &[Shared],
+        saved: Saved,
+        dsum: &Tensor,
+    ) -> Result<Tensor, ModelError> {
+        let (sites, Saved { ahead, x, a, layer, beside, made }) = (self.place.sites(), saved);
         let mut dmade = None;
         if let Some(factor) = &self.factor {
             dmade = Some(back.pass.scaled(factor, dsum)?);
@@ -344,9 +374,16 @@ impl Branch {
             }
         }
         back.see(sites.norm[1], &mut da)?;
-        let dx = match &self.before {
-            Some(norm) => norm.add_backward(back, &x, &da, dsum)?,
-            None => back.sum(&da, dsum)?,
+        let dx = match (&self.before, self.ahead.as_ref().zip(ahead)) {
+            (Some(norm), Some((block, saved))) => {
+                let mut dahead = norm.backward(back, &x, &da)?;
+                back.see("dshared", &mut dahead)?;
+                let from_block = block.backward(back, shared, saved, &dahead)?;
+                let dx = back.sum(&dahead, dsum)?;
+                back.sum(dx, from_block)?
+            }
+            (Some(norm), None) => norm.add_backward(back, &x, &da, dsum)?,
+            (None, _) => back.sum(&da, dsum)?,
         };
         match other {
             Some((Some(norm), db)) => norm.add_backward(back, &x, &db, &dx),
@@ -368,8 +405,8 @@ const BESIDE_NORM: [&str; 2] = ["mlp_norm", "dmlp_norm"];
 const BESIDE_BEHIND: [&str; 2] = ["post_first_norm", "post_beside_norm"];
 
 impl Second {
-    fn load(loader: &mut Loader, plan: &Beside, hidden: usize, norms: &norm::Plan) -> Result<Second, ModelError> {
-        let mut norm = |name| Norm::load(loader, name, hidden, norms);
+    fn load(loader: &mut Loader, plan: &Beside, c: &Config) -> Result<Second, ModelError> {
+        let mut norm = |name| Norm::load(loader, name, c.hidden, &c.norms);
         let before = match plan.reads {
             Reads::Normed(name) => Some(norm(name)?),
             Reads::Same | Reads::Stream => None,

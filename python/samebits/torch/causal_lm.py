@@ -167,11 +167,15 @@ class CausalLM(torch.nn.Module):
         return accumulate(self, groups, sequences, ranks)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of every module, by the names of folders or of modules; the table of a tied folder may stand there twice."""
+        """As of every module, by the names of folders or of modules; the table of a tied folder may stand there twice, and what blocks
+        share under each of them."""
         tables, head = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight"), "lm_head.weight"
         table = next((state_dict[name] for name in tables if name in state_dict), None)
         if head in state_dict and head not in self._names and table is not None and torch.equal(state_dict[head], table):
             state_dict = {name: tensor for name, tensor in state_dict.items() if name != head}
+        again = {name: first for name in state_dict if (first := self._native.shared_name(name)) in state_dict}
+        again = {name for name, first in again.items() if torch.equal(state_dict[name], state_dict[first])}
+        state_dict = {name: tensor for name, tensor in state_dict.items() if name not in again}
         given = by_folder(state_dict, self._family)
         state = {}
         for name, parts in self._places.items():
