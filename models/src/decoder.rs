@@ -133,8 +133,9 @@ impl<'a> Runner<'a> {
         let angle_pos = hook.positions(None, &step, &pos)?;
         let inputs = StepInputs::new(self, &step, sequences, states, &angle_pos, rows, earlier)?;
 
-        // What a probe asks for is copied, and so is a choice that the host makes products of: that is not recorded.
-        let may_record = hook.probe.is_none() && (c.experts().next().is_none() || inputs.choices.is_some());
+        // What a probe asks for is copied, and so is a choice that the host makes products of, or of keys: that is not recorded.
+        let experts_stay = c.experts().next().is_none() || inputs.choices.is_some();
+        let may_record = hook.probe.is_none() && experts_stay && !c.chooses_keys();
         let calls = std::mem::take(&mut states.forms.calls);
         let mut pass = Pass::new((machine, decoder.dtype), (&step, &inputs), hook, calls, false);
         let recorded = match recorded {
@@ -392,7 +393,9 @@ impl Decoder {
 
     /// From that of the residual stream before the first block, of these tokens.
     pub fn embed_backward(&self, back: &mut Backward, tokens: &[i32], mut dx: Tensor) -> Result<(), ModelError> {
-        if let Some(embedded) = back.carried.take() {
+        if !self.shared.is_empty()
+            && let Some(embedded) = back.carried.take()
+        {
             dx = back.sum(embedded, dx)?;
         }
         self.embedding.backward(back, &self.head.linear, tokens, dx)
