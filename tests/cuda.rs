@@ -327,6 +327,24 @@ const SHAPES: &[(&str, Make)] = &[
         let of = |n: usize| Maker::new("argmax", dtype, out).float("x", &[3, n], 1.0).special("x", n).case();
         [1, 5, 256, 2049, 4096].map(of).to_vec()
     }),
+    ("topk", |dtype, out| {
+        let mut cases = Vec::new();
+        for (n, k) in [(1, 1), (5, 3), (256, 256), (300, 17), (2049, 500), (7, 300)] {
+            let make = || Maker::new("topk", dtype, out).float("x", &[6, n], 2.0).special("x", n);
+            cases.push(make().param("k", &k.to_string()).case());
+            let counts = [n, n / 2, n - n / 3, n.min(k), 1, 0].map(|count| count as i32);
+            cases.push(make().param("k", &k.to_string()).ints("count", &[6], &counts).case());
+        }
+        cases
+    }),
+    ("index_score", |dtype, out| {
+        let of = |[t, h, d, s]: [usize; 4]| {
+            let make = Maker::new("index_score", dtype, out).float("q", &[t, h, d], 2.0).special("q", h * d);
+            let make = make.float("k", &[s, d], 2.0).fp32_of("weight", &[t, h], &spread(t * h, 5));
+            make.param("scale", "0.3").case()
+        };
+        [[1, 1, 1, 1], [6, 3, 17, 5], [2, 1, 8, 128], [3, 8, 5, 129], [1, 5, 33, 300]].map(of).to_vec()
+    }),
     ("softmax", |dtype, out| {
         let of = |n: usize| Maker::new("softmax", dtype, out).float("x", &[6, n], 3.0).special("x", n).case();
         [1, 33, 128, 129, 2056, 5000].map(of).to_vec()
@@ -1352,7 +1370,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 69] = [
+const MUTANTS: [Mutant; 71] = [
     Mutant {
         name: "sink_of_the_first_head",
         change: Change {
@@ -1433,6 +1451,18 @@ const MUTANTS: [Mutant; 69] = [
             to: "step(n, rates[0], next[row + n])",
         },
         shapes: "selective_scan",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "later_equals_taken_by_every_thread",
+        change: Change { file: "topk.cu", from: "before += equals[other];", to: "before += 0;" },
+        shapes: "topk",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "score_below_zero_counts",
+        change: Change { file: "index_score.cu", from: "x <= 0.0f ? 0.0f : x", to: "x" },
+        shapes: "index_score",
         says: "elements differ",
     },
     Mutant {

@@ -51,6 +51,7 @@ mod gemm;
 mod gemm_dw;
 mod gemm_dx;
 mod group_advantage;
+mod index_score;
 mod inexact;
 mod layer_norm;
 mod layer_norm_backward;
@@ -87,6 +88,7 @@ mod square_sum;
 mod ssd_scan;
 mod ssd_scan_backward;
 mod token_sum;
+mod topk;
 mod wkv7;
 mod wkv7_backward;
 
@@ -306,6 +308,7 @@ pub fn all() -> &'static [Spec] {
         layer_norm_dw::SPEC,
         attention::SPEC,
         attention_backward::SPEC,
+        index_score::SPEC,
         causal_conv1d::SPEC,
         causal_conv1d_backward::SPEC,
         causal_conv1d_dw::SPEC,
@@ -348,6 +351,7 @@ pub fn all() -> &'static [Spec] {
         embedding::SPEC,
         embedding_dw::SPEC,
         argmax::SPEC,
+        topk::SPEC,
         route::SPEC,
         route_backward::SPEC,
         combine::SPEC,

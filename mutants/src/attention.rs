@@ -216,6 +216,43 @@ fn turn_keys_round(case: &mut Case) {
 
 pub const MUTATIONS: &[Mutation] = &[
     Mutation {
+        name: "heads_of_an_indexer_backwards",
+        about: "The heads of an indexer are added from the last to the first.",
+        op: "index_score",
+        caught_by: "golden",
+        also_red: Others::Are(&[]),
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
+                for name in ["q", "weight"] {
+                    let heads: Vec<usize> = (0..case.inputs[name].shape()[1]).rev().collect();
+                    let turned = case.inputs[name].select(1, &heads);
+                    case.inputs.insert(name.into(), turned);
+                }
+            })
+        },
+    },
+    Mutation {
+        name: "heads_below_zero_count",
+        about: "What a head of an indexer has below 0 counts as well.",
+        op: "index_score",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            let mut answer = mutant.honest.run(case);
+            // What is below 0 is above it for the other sign.
+            let below = mutant.asked(case, |case| {
+                let scale: f64 = case.params.get("scale").map_or(1.0, |scale| scale.parse().expect("it is checked"));
+                case.params.insert("scale".into(), (-scale).to_string());
+            });
+            for (name, score) in &mut answer.outputs {
+                let values = score.to_f64().into_iter().zip(below.outputs[name].to_f64());
+                let values: Vec<f32> = values.map(|(above, below)| (above - below) as f32).collect();
+                *score = Tensor::fp32(score.shape(), values);
+            }
+            answer
+        },
+    },
+    Mutation {
         name: "tile_from_10_queries",
         about: "From ten queries on, keys are cut in two and the halves are merged by their log-sum-exp.",
         op: "attention",

@@ -1,6 +1,7 @@
 //! Mutations of elementwise ops, of rotations and of ops that only look up.
 
 use crate::mutation::{Mutation, Others};
+use samebits_contract::case::{Answer, Case};
 use samebits_contract::round;
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_harness::implementation::Implementation;
@@ -9,6 +10,26 @@ use samebits_ops::bf16;
 /// The bit of the sign.
 pub fn sign(dtype: DType) -> u32 {
     1 << (8 * dtype.size() - 1)
+}
+
+/// How many elements of each row `topk` chooses from.
+fn counts(case: &Case) -> Vec<usize> {
+    let shape = case.inputs["x"].shape();
+    match case.inputs.get("count").and_then(Tensor::as_i32) {
+        Some(count) => count.iter().map(|count| *count as usize).collect(),
+        None => vec![shape[1]; shape[0]],
+    }
+}
+
+/// Changes what `topk` has taken of each row.
+fn each_choice(answer: &mut Answer, change: impl Fn(usize, &mut [i32])) {
+    let Some(index) = answer.outputs.get_mut("index") else { return };
+    let (shape, mut values) = (index.shape().to_vec(), index.as_i32().expect("topk returns i32").to_vec());
+    for (row, index) in values.chunks_mut(shape[1]).enumerate() {
+        let taken = index.iter().filter(|i| **i >= 0).count();
+        change(row, &mut index[..taken]);
+    }
+    *index = Tensor::i32(&shape, values);
 }
 
 pub const MUTATIONS: &[Mutation] = &[
@@ -245,9 +266,7 @@ pub const MUTATIONS: &[Mutation] = &[
         also_red: Others::FollowTheCalls,
         answer: |mutant, case| {
             let answer = mutant.honest.run(case);
-            let form = |answer: &samebits_contract::case::Answer| {
-                answer.outputs.get("y").map(|y| (y.dtype(), y.shape().to_vec()))
-            };
+            let form = |answer: &Answer| answer.outputs.get("y").map(|y| (y.dtype(), y.shape().to_vec()));
             match mutant.keep(|memory| memory.answer.replace(answer.clone())) {
                 Some(before) if form(&before) == form(&answer) => before,
                 _ => answer,
@@ -271,6 +290,46 @@ pub const MUTATIONS: &[Mutation] = &[
                 let values = index.as_i32().expect("argmax returns i32");
                 *index = Tensor::i32(index.shape(), values.iter().map(|&i| n as i32 - 1 - i).collect());
             }
+            answer
+        },
+    },
+    Mutation {
+        name: "last_of_equals_among_the_largest",
+        about: "Of equal elements, of which there is room for some, the last ones are taken.",
+        op: "topk",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            let n = case.inputs["x"].shape()[1];
+            let ends = counts(case);
+            let mut answer = mutant.asked(case, |case| {
+                let x = &case.inputs["x"];
+                let places = (0..x.len()).map(|at| {
+                    let (end, i) = (ends[at / n], at % n);
+                    Some(if i < end { at - i + end - 1 - i } else { at })
+                });
+                let turned = x.gather(1, &places.collect::<Vec<_>>(), x.shape());
+                case.inputs.insert("x".into(), turned);
+            });
+            each_choice(&mut answer, |row, index| {
+                index.iter_mut().for_each(|i| *i = ends[row] as i32 - 1 - *i);
+                index.reverse();
+            });
+            answer
+        },
+    },
+    Mutation {
+        name: "largest_element_first",
+        about: "The largest elements of a row are given in the order of their size.",
+        op: "topk",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            let (x, n) = (case.inputs["x"].to_f64(), case.inputs["x"].shape()[1]);
+            let mut answer = mutant.honest.run(case);
+            each_choice(&mut answer, |row, index| {
+                index.sort_by(|a, b| x[row * n + *b as usize].total_cmp(&x[row * n + *a as usize]));
+            });
             answer
         },
     },

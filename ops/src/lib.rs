@@ -49,6 +49,7 @@ mod workspace;
 pub use attention::attention::attention;
 pub use attention::attention_backward::{AttentionOutputs, QkvGradients, attention_backward};
 pub use attention::backward_job::QueryRows;
+pub use attention::index_score::{IndexScore, index_score};
 pub use attention::job::{Attention, Keys, Qkv, Sequences};
 pub use backend::cpu::{Cpu, Isa};
 pub use backend::pool::{Team, work_on};
@@ -85,6 +86,7 @@ pub use half::{bf16, f16};
 pub use index::argmax::argmax;
 pub use index::embedding::{embedding, embedding_packed};
 pub use index::embedding_dw::embedding_dw;
+pub use index::topk::{TopK, topk};
 pub use ledger::{Allowance, Counter, Ledger, PlanRecord, Why};
 pub use logprob::entropy::{Entropy, entropy};
 pub use logprob::entropy_backward::{EntropyGradients, entropy_backward};
@@ -145,6 +147,7 @@ pub use workspace::memory::{ask_for_huge_pages, keep_freed_memory};
 pub mod device {
     pub use crate::attention::attention_backward::on_device as attention_backward;
     pub use crate::attention::device::{AttentionMetadata, attention, attention_at};
+    pub use crate::attention::index_score::on_device as index_score;
     pub use crate::backend::device::*;
     pub use crate::conv::causal_conv1d::{DeviceInputs as ConvInputs, on_device as causal_conv1d};
     pub use crate::conv::causal_conv1d_backward::{
@@ -175,6 +178,7 @@ pub mod device {
     pub use crate::index::argmax::on_device as argmax;
     pub use crate::index::embedding::{embedding_at, on_device as embedding};
     pub use crate::index::embedding_dw::on_device as embedding_dw;
+    pub use crate::index::topk::on_device as topk;
     pub use crate::logprob::entropy::on_device as entropy;
     pub use crate::logprob::entropy_backward::{DeviceGradients as EntropyGradients, on_device as entropy_backward};
     pub use crate::logprob::linear_logprob::device::linear_logprob;

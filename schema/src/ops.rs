@@ -41,6 +41,7 @@ pub mod gemm;
 pub mod gemm_dw;
 pub mod gemm_dx;
 pub mod group_advantage;
+pub mod index_score;
 pub mod layer_norm;
 pub mod layer_norm_backward;
 pub mod layer_norm_dw;
@@ -78,6 +79,7 @@ pub mod square_sum;
 pub mod ssd_scan;
 pub mod ssd_scan_backward;
 pub mod token_sum;
+pub mod topk;
 pub mod wkv7;
 pub mod wkv7_backward;
 
@@ -98,6 +100,7 @@ pub static OPS: &[&Op] = &[
     &paged_attention::OP,
     &packed_attention::OP,
     &attention_backward::OP,
+    &index_score::OP,
     &causal_conv1d::OP,
     &causal_conv1d_backward::OP,
     &causal_conv1d_dw::OP,
@@ -140,6 +143,7 @@ pub static OPS: &[&Op] = &[
     &embedding::OP,
     &embedding_dw::OP,
     &argmax::OP,
+    &topk::OP,
     &route::OP,
     &route_backward::OP,
     &combine::OP,

@@ -89,6 +89,14 @@ impl Inexact {
         }
     }
 
+    /// `self * b`, not rounded.
+    pub fn product(self, b: Inexact) -> Inexact {
+        match self.is_nan() || b.is_nan() {
+            true => Inexact::exact(f64::NAN),
+            false => Inexact { value: self.value * b.value, error: Inexact::of_product(self, b) },
+        }
+    }
+
     /// `self * b + c`, rounded once.
     pub fn times_plus(self, b: Inexact, c: Inexact) -> Inexact {
         match self.is_nan() || b.is_nan() || c.is_nan() {

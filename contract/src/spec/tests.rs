@@ -177,6 +177,22 @@ fn oracles_by_hand() {
         &[("x", f32s(&[4, 3], &[1.0, 2.0, 2.0, -0.0, 0.0, -1.0, 5.0, f32::NAN, f32::NAN, -3.0, f32::INFINITY, 9.0]))],
     );
     assert_eq!(value(&argmax, "index"), [1.0, 0.0, 1.0, 1.0]);
+    let nan = f32::NAN;
+    let x =
+        f32s(&[4, 4], &[1.0, 2.0, 2.0, 2.0, -0.0, -1.0, 0.0, 0.0, 5.0, nan, f32::INFINITY, nan, 9.0, 1.0, 3.0, 4.0]);
+    let topk = case("topk", &[("k", "2")], &[("x", x), ("count", Tensor::i32(&[4], vec![4, 4, 4, 1]))]);
+    assert_eq!(value(&topk, "index"), [1.0, 2.0, 0.0, 2.0, 1.0, 3.0, 0.0, -1.0]);
+    let scores = case(
+        "index_score",
+        &[("scale", "0.5")],
+        &[
+            ("q", f32s(&[1, 2, 2], &[1.0, 2.0, -3.0, 1.0])),
+            ("k", f32s(&[3, 2], &[2.0, 1.0, -2.0, 0.5, nan, 0.0])),
+            ("weight", f32s(&[1, 2], &[10.0, -1.0])),
+        ],
+    );
+    assert_eq!(value(&scores, "score")[..2], [20.0, -3.25]);
+    assert!(value(&scores, "score")[2].is_nan());
     // 2^24 + 1 is no f32: the sum is rounded to f32 first, and only then to the output.
     let add = case("add", &[], &[("a", f32s(&[1], &[16777216.0])), ("b", f32s(&[1], &[1.0]))]);
     assert_eq!(value(&add, "y"), [16777216.0]);

@@ -16,7 +16,7 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 47] = [
+pub const HANDS_ON: [&str; 48] = [
     "gemm",
     "gemm_dx",
     "gemm_dw",
@@ -29,6 +29,7 @@ pub const HANDS_ON: [&str; 47] = [
     "route_backward",
     "attention",
     "attention_backward",
+    "index_score",
     "add",
     "mul",
     "scale",
@@ -137,8 +138,16 @@ impl Probe<'_> {
         }
         // A sum begins with +0, and that is what -0 is added to.
         let sums = is_product(op)
-            || ["combine", "causal_conv1d_backward", "attention", "attention_backward", "nll", "batch_loss"]
-                .contains(&op)
+            || [
+                "combine",
+                "causal_conv1d_backward",
+                "attention",
+                "attention_backward",
+                "index_score",
+                "nll",
+                "batch_loss",
+            ]
+            .contains(&op)
             || TOKEN_SUMS.contains(&op);
         found("-0", self.hand_on(op, -0.0)?.map(|y| y.text()), if sums { "+0" } else { "-0" });
         found("inf", self.hand_on(op, f64::INFINITY)?.map(|y| y.text()), "inf");
@@ -321,6 +330,7 @@ impl Probe<'_> {
             _ if !self.hold(terms) => Ok(None),
             ("attention", _) => self.mean(terms),
             ("attention_backward", _) => self.values_gradient(terms),
+            ("index_score", _) => self.heads(&vec![1.0; terms.len()], terms),
             ("fold", _) => {
                 // Halves are added first, the later terms behind the earlier ones. -0 changes no sum.
                 let half = terms.len().next_power_of_two() / 2;
@@ -372,6 +382,8 @@ impl Probe<'_> {
             _ if is_product(op) || ["combine", "causal_conv1d_backward"].contains(&op) => self.dot(op, &[a], &[b]),
             "scale" => self.one(op, &[("factor", b.to_string())], vec![("x", self.make(&[1, 1], &[a]))], "y"),
             "mul" => self.one(op, &[], vec![("a", self.make(&[1, 1], &[a])), ("b", self.make(&[1, 1], &[b]))], "y"),
+            // Of what is not below 0.
+            "index_score" if a >= 0.0 => self.heads(&[a], &[b]),
             "combine_backward" => {
                 let one = |v: f64| self.make(&[1, 1], &[v]);
                 let inputs =
@@ -417,6 +429,8 @@ impl Probe<'_> {
             _ if ["fold", "nll", "batch_loss"].contains(&op) || TOKEN_SUMS.contains(&op) => self.sum(op, &[v]),
             "attention" => self.mean(&[v]),
             "attention_backward" => self.values_gradient(&[v]),
+            "index_score" if v >= 0.0 => self.product(op, v, 1.0),
+            "index_score" => self.sum(op, &[v]),
             "add" | "logprob_backward" => self.sum(op, &[v, -0.0]),
             // The gradient of lse, at an element that has a probability of 1.
             "entropy_backward" => {
@@ -500,6 +514,17 @@ impl Probe<'_> {
             }
             _ => self.product(op, v, gain(op)),
         }
+    }
+
+    /// The score of a key by heads of these scores and weights.
+    fn heads(&self, scores: &[f64], weights: &[f64]) -> Result<Option<Number>, String> {
+        let weight = weights.iter().map(|weight| *weight as f32).collect();
+        let inputs = vec![
+            ("q", self.make(&[1, scores.len(), 1], scores)),
+            ("k", self.make(&[1, 1], &[1.0])),
+            ("weight", Tensor::fp32(&[1, weights.len()], weight)),
+        ];
+        self.one("index_score", &[], inputs, "score")
     }
 
     /// The sum of the products of `x` and `w`, with `x` among the activations.

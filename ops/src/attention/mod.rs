@@ -1,4 +1,4 @@
-//! Attention: one op with two strategies, prefill and decode; and its gradient.
+//! Attention: one op with two strategies, prefill and decode; and its gradient; and the scores by which a sparse one chooses its keys.
 
 mod ahead;
 pub(crate) mod attention;
@@ -8,13 +8,15 @@ mod backward_tiles;
 mod decode;
 pub(crate) mod device;
 pub(crate) mod dot_rows;
+pub(crate) mod index_score;
 pub(crate) mod job;
 mod prefill;
 
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) const OPS: &[&Entry] = &[&attention::OP, &attention::PACKED, &attention::PAGED, &attention_backward::OP];
+pub(crate) const OPS: &[&Entry] =
+    &[&attention::OP, &attention::PACKED, &attention::PAGED, &attention_backward::OP, &index_score::OP];
 
 #[cfg(test)]
 mod backward_tests;

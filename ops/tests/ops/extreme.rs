@@ -238,7 +238,7 @@ impl Draw {
 
 type Op = fn(&mut Draw) -> Result<(), Error>;
 
-const OPS: [(&str, Op); 62] = [
+const OPS: [(&str, Op); 64] = [
     ("add", |d| {
         let n = d.extent();
         let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
@@ -625,6 +625,19 @@ const OPS: [(&str, Op); 62] = [
         let whole = [d.extent(), d.extent()];
         let (x, mut index) = (d.floats(&whole), d.ints(&whole[..1], 1));
         argmax(&d.cpu, whole[0], whole[1], &x, &mut index)
+    }),
+    ("topk", |d| {
+        let shape = TopK { rows: d.extent(), n: d.extent(), k: d.extent() };
+        let (x, count) = (d.floats(&[shape.rows, shape.n]), d.ints(&[shape.rows], shape.n));
+        let (mut index, counted) = (d.ints(&[shape.rows, shape.k], 1), d.flag());
+        topk(&d.cpu, &shape, &x, counted.then_some(&count[..]), &mut index)
+    }),
+    ("index_score", |d| {
+        let [tokens, heads, dim, keys] = [d.extent(), d.extent(), d.extent(), d.extent()];
+        let scale = d.number(&[1.0, -0.7], &[f64::NAN, f64::INFINITY, 1e300]);
+        let (q, k, weight) = (d.floats(&[tokens, heads, dim]), d.floats(&[keys, dim]), d.floats(&[tokens, heads]));
+        let mut score = d.floats(&[tokens, keys]);
+        index_score(&d.cpu, &IndexScore { tokens, heads, dim, keys, scale }, &q, &k, &weight, &mut score)
     }),
     ("embedding", |d| {
         let ([vocab, dim], tokens) = (d.matrix(), d.extent());

@@ -276,6 +276,17 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             embedding(&r.cpu, n, &r.floats::<I>(4 * n), &r.ints([3, 0, 3].into_iter()), &mut r.room::<O>(3 * n))
         }),
         ("argmax", |r, n| argmax(&r.cpu, 3, n, &r.floats::<I>(3 * n), &mut r.room(3))),
+        ("topk", |r, n| {
+            let count = r.ints([n as i32, n as i32 / 2, 0].into_iter());
+            topk(&r.cpu, &TopK { rows: 3, n, k: 5 }, &r.floats::<I>(3 * n), Some(&count), &mut r.room(15))
+        }),
+        // n is the number of keys.
+        ("index_score", |r, keys| {
+            let (tokens, heads, dim) = (2, 5, 1 + keys % 19);
+            let shape = IndexScore { tokens, heads, dim, keys, scale: 0.5 };
+            let (q, k, weight) = (r.floats::<I>(tokens * heads * dim), r.floats(keys * dim), r.floats(tokens * heads));
+            index_score(&r.cpu, &shape, &q, &k, &weight, &mut r.room(tokens * keys))
+        }),
         // n is K: odd ones, and N and M around tiles.
         ("gemm", |r, k| {
             for (m, n) in [(1, 1), (1, 17), (3, 33), (7, 9), (17, 65), (25, 31)] {
