@@ -193,11 +193,14 @@ MODELS = {
     "dots1": ("Dots1", dict(BASE, **SIGMOID, norm_topk_prob=True, sliding_window=9, max_window_layers=1), 12, "bf16"),
     "deepseek-v2": ("DeepseekV2", dict(LATENT, q_lora_rank=None, n_group=4, topk_group=2,
                                        topk_method="group_limited_greedy", routed_scaling_factor=1.5), 12, "bf16"),
+    # So few keys that queries do not see all, and so many heads that few scores are 0.
+    "deepseek-v3-2": ("DeepseekV32", dict(LATENT, q_lora_rank=20, n_group=4, topk_group=2, routed_scaling_factor=2.5, num_hidden_layers=2,
+                                          index_topk=5, index_n_heads=8, index_head_dim=12), 12, "bf16"),
     "deepseek-v3": ("DeepseekV3", dict(LATENT, q_lora_rank=20, n_group=4, topk_group=2, routed_scaling_factor=2.5,
                                        num_hidden_layers=2, rope_parameters=dict(YARN, mscale=0.7, mscale_all_dim=1.0)), 12, "bf16"),
 }
 # Ends of the names of the modules that choose experts.
-ROUTERS = ("TopKRouter", "TopkRouter", "V1Gate", "Llama4Router", "TextRouter")
+ROUTERS = ("TopKRouter", "TopkRouter", "V1Gate", "Llama4Router", "TextRouter", "Indexer")
 # Where a text model has a config of its own.
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig", "Llama4": "Llama4TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 # Where it is not called KindForCausalLM.
@@ -256,6 +259,30 @@ def experts_of(router, output):
     return chosen.sort(dim=-1).values
 
 
+class Choices:
+    """What the routers of a model chose, layer after layer, and which keys its indexers did, behind the experts of the next router."""
+
+    def __init__(self):
+        self.made, self.keys = [], []
+
+    def note(self, module, args, output):
+        if type(module).__name__.endswith("Indexer"):
+            queries = output.shape[1]
+            # What stands behind a query is no choice.
+            chosen = torch.zeros(len(output), queries, queries).scatter(-1, output.long(), 1).tril()
+            self.keys.append(chosen.long().flatten(0, 1))
+            return
+        own = choices_of(module, output)
+        self.made.append(torch.cat([own.reshape(-1, own.shape[-1]), *self.keys], -1))
+        self.keys = []
+
+    def all(self, shape):
+        """By layer, and those of tokens of this shape; None where there are no routers."""
+        widest = max((made.shape[-1] for made in self.made), default=0)
+        padded = [torch.nn.functional.pad(made, (0, widest - made.shape[-1])).reshape(*shape, -1) for made in self.made]
+        return torch.stack(padded) if padded else None
+
+
 def choices_of(router, output):
     """What a rounding may decide otherwise: the experts, and by sparsemixer their order and which logits it leaves out of the weight of
     each."""
@@ -275,23 +302,22 @@ def run(folder, tokens, dtype, noise=None):
         assert torch.equal(logits, own.float()), "the copy of the package computes something else"
         return logits, None
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
-    chosen = []
-
-    def note(module, args, output):
-        chosen.append(choices_of(module, output).reshape(*tokens.shape, -1))
+    chosen = Choices()
 
     def disturb(module, args, output):
         return output * (1 + torch.randn(output.shape, generator=noise) / 128)
 
+    # An indexer stands before the first layer's end.
+    indexes = model.config.model_type == "deepseek_v32"
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith(ROUTERS):
-            module.register_forward_hook(note)
-        elif noise and kind.endswith("DecoderLayer"):
+            module.register_forward_hook(chosen.note)
+        elif noise and (kind.endswith("DecoderLayer") or indexes and kind == "Embedding"):
             module.register_forward_hook(disturb)
     with torch.no_grad():
         logits = model(tokens).logits
-    return logits, torch.stack(chosen) if chosen else None
+    return logits, chosen.all(tokens.shape)
 
 
 def save(model, folder):
@@ -347,7 +373,7 @@ def make(name, out):
         raise SystemExit(f"{name}: no seed below 500 routes the same in fp32 and {own}")
     record = {"tokens": tokens.to(torch.int32), "logits.fp32": fp32.contiguous(), f"logits.{own}": low.contiguous()}
     if routing is not None:
-        experts = routing[..., :2] if kind == "Phimoe" else routing
+        experts = routing[..., :sizes.get("num_experts_per_tok", 2)] if kind in ("Phimoe", "DeepseekV32") else routing
         record["routing"] = experts.to(torch.int32).contiguous()
     save_file(record, folder / "reference.safetensors", metadata=VERSIONS)
     error = (low.float() - fp32).abs()

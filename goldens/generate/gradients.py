@@ -34,7 +34,7 @@ SKETCH, WHOLE, BATCHES, SEQUENCES = 16, 160, 8, 64
 ENTROPY, WITH_ENTROPY = 0.02, ("gemma2", "qwen3", "qwen3-moe")
 # The one of phi3 is beyond its original positions.
 LENGTHS = {"phi3": 36, "mixtral": 12, "olmoe": 12, "qwen3-moe": 12, "qwen2-moe": 11, "granite-moe": 12, "granite-4-moe": 10, "nemotron-3": 16, "nemotron-3-latent": 10, "hunyuan-moe": 12, "glm4-moe": 12,
-           "minimax-m2": 12, "gpt-oss": 12, "ernie4-5-moe": 12, "llama4": 12, "gemma4-moe": 12, "phimoe": 8, "dots1": 12, "lfm2-moe": 10, "jamba": 10, "qwen3-next": 12, "qwen3-5-moe": 12, "kimi-linear": 12, "deepseek-v2": 12, "deepseek-v3": 12}
+           "minimax-m2": 12, "gpt-oss": 12, "ernie4-5-moe": 12, "llama4": 12, "gemma4-moe": 12, "phimoe": 8, "dots1": 12, "lfm2-moe": 10, "jamba": 10, "qwen3-next": 12, "qwen3-5-moe": 12, "kimi-linear": 12, "deepseek-v2": 12, "deepseek-v3": 12, "deepseek-v3-2": 10}
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
@@ -188,13 +188,13 @@ def logprobs(model, tokens):
 
 def routing(model, tokens, noise=None):
     """The experts that every router chose, in ascending order; with `noise`, of a run with noise in every layer."""
-    chosen, hooks = [], []
+    chosen, hooks = checkpoints.Choices(), []
+    indexes = model.config.model_type == "deepseek_v32"
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith(checkpoints.ROUTERS):
-            note = lambda module, args, out: chosen.append(checkpoints.choices_of(module, out))
-            hooks.append(module.register_forward_hook(note))
-        elif noise and kind.endswith("DecoderLayer"):
+            hooks.append(module.register_forward_hook(chosen.note))
+        elif noise and (kind.endswith("DecoderLayer") or indexes and kind == "Embedding"):
             disturb = lambda module, args, out: out * (1 + torch.randn(out.shape, generator=noise) / 64)
             hooks.append(module.register_forward_hook(disturb))
         # Sigmoid scores lie close to one another, logits to what sparsemixer leaves out, and the first router stands before the first layer's end.
@@ -205,7 +205,7 @@ def routing(model, tokens, noise=None):
         model(tokens, use_cache=False)
     for hook in hooks:
         hook.remove()
-    return torch.stack(chosen) if chosen else None
+    return chosen.all(tokens.shape)
 
 
 def main():

@@ -404,6 +404,11 @@ impl Config {
         fits.count() == asked.count()
     }
 
+    /// Whether a layer chooses the keys that its queries see.
+    pub(crate) fn chooses_keys(&self) -> bool {
+        self.plans().any(|plan| matches!(plan, LayerPlan::LatentAttention(plan) if plan.indexer.is_some()))
+    }
+
     fn experts_in_all(&self) -> usize {
         self.experts().fold(0, |sum, plan| sum.saturating_add(plan.count))
     }

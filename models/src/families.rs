@@ -7,6 +7,7 @@ mod bamba;
 mod cohere2;
 mod deepseek_v2;
 mod deepseek_v3;
+mod deepseek_v32;
 mod dots1;
 mod ernie4_5;
 mod ernie4_5_moe;
@@ -81,6 +82,7 @@ const ALL: &[Family] = &[
     qwen3_moe::FAMILY,
     deepseek_v2::FAMILY,
     deepseek_v3::FAMILY,
+    deepseek_v32::FAMILY,
     olmo2::FAMILY,
     olmo3::FAMILY,
     olmoe::FAMILY,

@@ -15,6 +15,7 @@ pub(crate) mod delta;
 pub(crate) mod embedding;
 pub(crate) mod head;
 pub(crate) mod heads;
+pub(crate) mod indexer;
 pub(crate) mod latent_attention;
 pub(crate) mod linear;
 pub(crate) mod loader;

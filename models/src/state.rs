@@ -24,8 +24,8 @@ use samebits_ops::{DType, Tensor};
 pub(crate) enum Kind {
     /// Nothing.
     None,
-    /// Keys and values of these widths, for each position.
-    Paged([usize; 2]),
+    /// Keys and values of these widths for each position, and what stands beside them.
+    Paged(Vec<usize>),
     /// Rows of these widths in f32.
     Recurrent(Vec<usize>),
 }
@@ -33,14 +33,14 @@ pub(crate) enum Kind {
 /// What a layer keeps of all sequences.
 pub(crate) enum LayerState {
     None,
-    /// Keys and values, each `[rows,width]`; a row is a position of some page.
-    Paged(Box<[Tensor; 2]>),
+    /// Keys, values and what stands beside them, each `[rows,width]`; a row is a position of some page.
+    Paged(Vec<Tensor>),
     Recurrent(Recurrent),
 }
 
 impl LayerState {
-    /// Keys and values of a layer that keeps them.
-    pub fn pages(&mut self) -> &mut [Tensor; 2] {
+    /// Keys, values and what stands beside them of a layer that keeps them.
+    pub fn pages(&mut self) -> &mut [Tensor] {
         let LayerState::Paged(sides) = self else { unreachable!("a layer has the state that it asked for") };
         sides
     }
@@ -87,9 +87,9 @@ impl States {
         let layer = |kind: &Kind| -> Result<LayerState, ModelError> {
             Ok(match kind {
                 Kind::None => LayerState::None,
-                Kind::Paged([keys, values]) => {
-                    let sides = [empty(machine, dtype, &[0, *keys])?, empty(machine, dtype, &[0, *values])?];
-                    LayerState::Paged(Box::new(sides))
+                Kind::Paged(widths) => {
+                    let sides = widths.iter().map(|&width| empty(machine, dtype, &[0, width]));
+                    LayerState::Paged(sides.collect::<Result<_, _>>()?)
                 }
                 Kind::Recurrent(widths) => LayerState::Recurrent(Recurrent::new(machine, widths)?),
             })

@@ -330,7 +330,10 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
             10 => plan.values.of_keys = !plan.values.of_keys,
             at => of_heads(&mut plan.heads, at),
         },
-        Layer::LatentAttention(plan) => match pick.below(10) {
+        Layer::LatentAttention(plan) => match pick.below(13) {
+            10 => plan.indexer.iter_mut().for_each(|indexer| indexer.heads = n),
+            11 => plan.indexer.iter_mut().for_each(|indexer| indexer.dim = n),
+            12 => plan.indexer.iter_mut().for_each(|indexer| indexer.chosen = n),
             6 => plan.nope = n,
             7 => plan.kv_rank = n,
             8 => plan.q_rank = Some(n),
@@ -401,6 +404,7 @@ fn changed_configs_are_refused() {
         "llama3",
         "mixtral",
         "deepseek-v2",
+        "deepseek-v3-2",
         "gemma2",
         "gemma4",
         "gemma4-moe",

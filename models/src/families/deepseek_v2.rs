@@ -49,7 +49,7 @@ pub(super) fn latent(c: &mut Config, f: &Fields, pairing: Pairing) -> latent_att
     }
     let heads =
         attend::Heads { queries, keys: queries, key_dim, value_dim, scale, softcap: None, window: None, chunk: None };
-    latent_attention::Plan { hidden: c.hidden, heads, rope, q_rank, kv_rank, nope, bias }
+    latent_attention::Plan { hidden: c.hidden, heads, rope, q_rank, kv_rank, nope, bias, indexer: None }
 }
 
 /// What scores are multiplied by the square of, where positions are scaled.

@@ -92,6 +92,7 @@ fn latent(c: &mut Config, f: &Fields) -> latent_attention::Plan {
         kv_rank: f.required_size("kv_lora_rank"),
         nope,
         bias: f.flag("attention_bias", false),
+        indexer: None,
     }
 }
 

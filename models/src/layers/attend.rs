@@ -1,10 +1,11 @@
 //! Softmax attention: from queries, keys and values to heads, over the pages of the sequences.
 
+use super::indexer::Chosen;
 use super::norm::Vector;
 use super::{SIZES, is_size};
 use crate::ModelError;
 use crate::backward::Backward;
-use crate::machine::typed;
+use crate::machine::{Index, typed};
 use crate::pass::Pass;
 use crate::state::{Kind, LayerState};
 use crate::sums::{Of, zeros};
@@ -48,6 +49,8 @@ pub(crate) struct Attended {
     pub heads: Tensor,
     /// `[n,Hq]`
     lse: Tensor,
+    /// The rows that each row sees, where a layer chooses them.
+    chosen: Option<Vec<Vec<i32>>>,
 }
 
 impl Attended {
@@ -87,7 +90,7 @@ impl Heads {
     /// What is kept of a token: its key and its value.
     pub(crate) fn state(&self) -> Kind {
         let [_, k, v, _] = self.widths();
-        Kind::Paged([k, v])
+        Kind::Paged(vec![k, v])
     }
 
     /// Attention of `batch` sequences, `queries` and `keys` rows in all.
@@ -109,16 +112,19 @@ impl Heads {
         }
     }
 
-    /// Puts keys and values to those of the tokens before, unless another layer has done so, and attends to all of them.
+    /// Puts keys and values to those of the tokens before, unless another layer has done so, and attends to all of them, or to those
+    /// that are chosen.
     pub(crate) fn forward(
         &self,
         pass: &mut Pass,
         state: &mut LayerState,
         (mut q, mut kv): (Tensor, Option<[Tensor; 2]>),
         sinks: Option<&Vector>,
+        chosen: Option<&Chosen>,
     ) -> Result<Attended, ModelError> {
         pass.see("q", &mut q)?;
-        let (n, inputs, [keys, values]) = (pass.step.rows(), pass.inputs, state.pages());
+        let (n, inputs) = (pass.step.rows(), pass.inputs);
+        let [keys, values, ..] = state.pages() else { unreachable!("an attention keeps keys and values") };
         let place = |width| Part { rows: Some(&inputs.rows), ..Part::whole(width) };
         match &mut kv {
             Some([k, v]) => {
@@ -140,20 +146,29 @@ impl Heads {
             }
             None => {}
         }
-        let q_pos = pass.hook.positions(pass.layer, pass.step, &inputs.attention.q_pos)?;
+        let (own, q_pos, sequences);
+        let metadata = match chosen {
+            None => {
+                sequences = pass.step.sequences();
+                q_pos = pass.hook.positions(pass.layer, pass.step, &inputs.attention.q_pos)?;
+                &inputs.attention
+            }
+            Some(chosen) => {
+                let most = chosen.most();
+                let mut metadata = chosen.metadata(pass, most);
+                pass.machine.place(&mut metadata, &self.shape(n, n, keys.shape()[0]), most)?;
+                (own, sequences) = (metadata, n);
+                q_pos = own.q_pos.clone().into();
+                &own
+            }
+        };
         let mut heads = pass.room("heads", pass.dtype, &[n, self.queries * self.value_dim])?;
         let mut lse = pass.room("lse", DType::Fp32, &[n, self.queries])?;
-        let (shape, out) = (self.shape(pass.step.sequences(), n, keys.shape()[0]), [&mut heads, &mut lse]);
-        pass.machine.attention(
-            &shape,
-            &inputs.attention,
-            &q_pos,
-            [&q, &*keys, &*values],
-            sinks.map(|sinks| &sinks.w),
-            out,
-        )?;
+        let (shape, out) = (self.shape(sequences, n, keys.shape()[0]), [&mut heads, &mut lse]);
+        pass.machine.attention(&shape, metadata, &q_pos, [&q, &*keys, &*values], sinks.map(|sinks| &sinks.w), out)?;
         pass.see("attention", &mut heads)?;
-        Ok(Attended { q, kv, heads, lse })
+        let chosen = chosen.filter(|_| pass.keeps).map(|chosen| chosen.rows(pass));
+        Ok(Attended { q, kv, heads, lse, chosen })
     }
 
     /// From `dheads`, as attention reads it: those of queries, keys and values, in f32. Those of rows of no sequence are +0.
@@ -167,18 +182,40 @@ impl Heads {
         if let Some(sinks) = sinks {
             self.add_sinks(back, &attended, sinks, dheads)?;
         }
-        let (Attended { q: queries, kv, heads, lse }, n, f32) = (attended, dheads.shape()[0], DType::Fp32);
-        let [keys, values] = kv.expect("a reverse pass follows");
-        let (q, k) = ([self.queries, self.key_dim], [self.keys, self.key_dim]);
-        let (v, o) = ([self.keys, self.value_dim], [self.queries, self.value_dim]);
-        let attributes = Attributes::new()
+        let [q, k, v, _] = self.widths().map(|width| zeros(back.cpu, &[dheads.shape()[0], width]));
+        let mut all = Qkv { q: q?, k: k?, v: v? };
+        match attended.chosen {
+            None => self.backward_of_blocks(back, attended, dheads, &mut all)?,
+            Some(_) => self.backward_of_chosen(back, attended, dheads, &mut all)?,
+        }
+        let Qkv { q, k, v } = &mut all;
+        back.see("dq", q)?;
+        back.see("dk", k)?;
+        back.see("dv", v)?;
+        Ok(all)
+    }
+
+    /// The attributes of attention's gradient.
+    fn attributes(&self) -> Attributes {
+        Attributes::new()
             .with("scale", self.scale)
             .with("causal", true)
             .with("window", self.window.unwrap_or(0))
             .with("chunk", self.chunk.unwrap_or(0))
-            .with("softcap", self.softcap.unwrap_or(0.0));
-        let gradient = |[heads, dim]: [usize; 2]| zeros(back.cpu, &[n, heads * dim]);
-        let mut all = Qkv { q: gradient(q)?, k: gradient(k)?, v: gradient(v)? };
+            .with("softcap", self.softcap.unwrap_or(0.0))
+    }
+
+    /// [`Heads::backward`] where a row sees all keys of its sequence before it.
+    fn backward_of_blocks(
+        &self,
+        back: &mut Backward,
+        Attended { q: queries, kv, heads, lse, .. }: Attended,
+        dheads: &Tensor,
+        all: &mut Qkv,
+    ) -> Result<(), ModelError> {
+        let ([keys, values], f32) = (kv.expect("a reverse pass follows"), DType::Fp32);
+        let (q, k) = ([self.queries, self.key_dim], [self.keys, self.key_dim]);
+        let (v, o) = ([self.keys, self.value_dim], [self.queries, self.value_dim]);
         for block in back.blocks {
             let (batch, rows) = (block.lengths.len(), block.rows);
             let lengths: Vec<i32> = block.lengths.iter().map(|&length| length as i32).collect();
@@ -197,16 +234,72 @@ impl Heads {
             let of_block = |[heads, dim]: [usize; 2]| back.pass.empty(f32, &[batch, rows, heads, dim]);
             let (mut dq, mut dk, mut dv) = (of_block(q)?, of_block(k)?, of_block(v)?);
             let outputs = [("dq", dq.view_mut()), ("dk", dk.view_mut()), ("dv", dv.view_mut())];
-            back.pass.op("attention_backward", &attributes, &inputs, outputs)?;
+            back.pass.op("attention_backward", &self.attributes(), &inputs, outputs)?;
             for (from, to) in [(&dq, &mut all.q), (&dk, &mut all.k), (&dv, &mut all.v)] {
                 block.put(back.pass.machine, from, to)?;
             }
         }
-        let Qkv { q, k, v } = &mut all;
-        back.see("dq", q)?;
-        back.see("dk", k)?;
-        back.see("dv", v)?;
-        Ok(all)
+        Ok(())
+    }
+
+    /// [`Heads::backward`] where each row sees what was chosen for it: a row is a call of its own, and those of keys and values are added
+    /// in the order of the rows that see them.
+    fn backward_of_chosen(
+        &self,
+        back: &mut Backward,
+        Attended { q, kv, heads, lse, chosen }: Attended,
+        dheads: &Tensor,
+        all: &mut Qkv,
+    ) -> Result<(), ModelError> {
+        let ([keys, values], f32) = (kv.expect("a reverse pass follows"), DType::Fp32);
+        let &Heads { queries, keys: kept, key_dim, value_dim, .. } = self;
+        for (row, seen) in chosen.into_iter().flatten().enumerate().filter(|(row, _)| back.mask[*row] != 0) {
+            let (count, rows) = (seen.len(), Index::Host(seen));
+            let places = |width| Part { rows: Some(&rows), ..Part::whole(width) };
+            let gather = |back: &Backward, from: &Tensor, width: usize| -> Result<Tensor, ModelError> {
+                let mut to = back.pass.empty(from.dtype(), &[count, width])?;
+                back.pass.machine.copy_rows([count, width], (from, places(width)), (&mut to, Part::whole(width)))?;
+                Ok(to)
+            };
+            let [_, k_width, v_width, _] = self.widths();
+            let (k, v) = (gather(back, &keys, k_width)?, gather(back, &values, v_width)?);
+            let one = |x: &Tensor, axes: [usize; 2]| -> Result<Tensor, ModelError> {
+                let (width, mut to) = (axes[0] * axes[1], back.pass.empty(x.dtype(), &[1, 1, axes[0], axes[1]])?);
+                let from = Part { offset: row * width, ..Part::whole(width) };
+                back.pass.machine.copy_rows([1, width], (x, from), (&mut to, Part::whole(width)))?;
+                Ok(to)
+            };
+            let (own_q, own_out, own_dout) =
+                (one(&q, [queries, key_dim])?, one(&heads, [queries, value_dim])?, one(dheads, [queries, value_dim])?);
+            let mut own_lse = one(&lse, [queries, 1])?;
+            own_lse.reshape(&[1, 1, queries]);
+            let (last, length) = ([count as i32 - 1], [count as i32]);
+            let inputs = [
+                ("q", own_q.view()),
+                ("k", k.view_as(&[1, count, kept, key_dim])?),
+                ("v", v.view_as(&[1, count, kept, value_dim])?),
+                ("out", own_out.view()),
+                ("lse", own_lse.view()),
+                ("dout", own_dout.view()),
+                ("q_pos", TensorRef::new(&last, &[1, 1])?),
+                ("kv_len", TensorRef::new(&length, &[1])?),
+            ];
+            let mut dq = back.pass.empty(f32, &[1, 1, queries, key_dim])?;
+            let mut dk = back.pass.empty(f32, &[1, count, kept, key_dim])?;
+            let mut dv = back.pass.empty(f32, &[1, count, kept, value_dim])?;
+            let outputs = [("dq", dq.view_mut()), ("dk", dk.view_mut()), ("dv", dv.view_mut())];
+            back.pass.op("attention_backward", &self.attributes(), &inputs, outputs)?;
+            dq.reshape(&[1, queries * key_dim]);
+            back.write_rows(&dq, &mut all.q, row)?;
+            for (own, total) in [(&mut dk, &mut all.k), (&mut dv, &mut all.v)] {
+                let width = total.shape()[1];
+                own.reshape(&[count, width]);
+                let earlier = gather(back, total, width)?;
+                let sum = back.sum(&earlier, &*own)?;
+                back.pass.machine.copy_rows([count, width], (&sum, Part::whole(width)), (total, places(width)))?;
+            }
+        }
+        Ok(())
     }
 
     /// Adds the tokens to the gradient of the sinks: less the share of a sink, `e^(sink - lse)`, times what `dheads` and the

@@ -280,7 +280,7 @@ impl Attention {
             let (k, of_keys) = keys.forward_of(pass, a, raw)?;
             (kv, k_raw, v_raw) = (Some([k, v]), of_keys, of_norm);
         }
-        let attended = self.heads.forward(pass, state, (q, kv), self.sinks.as_ref())?;
+        let attended = self.heads.forward(pass, state, (q, kv), self.sinks.as_ref(), None)?;
         let gated = match &self.gate {
             None => None,
             Some(gate) => Some(Gated::forward(pass, gate, a, &attended.heads)?),

@@ -5,6 +5,7 @@
 
 use super::attend::{self, Attended};
 use super::heads::{Rope, Rotation};
+use super::indexer::{self, Indexer};
 use super::linear::Linear;
 use super::loader::Loader;
 use super::norm::{self, Norm};
@@ -35,6 +36,8 @@ pub struct Plan {
     pub nope: usize,
     /// Biases on the projections down to the short vectors and on the output projection.
     pub bias: bool,
+    /// What chooses the keys that a query sees; `None` where it sees all.
+    pub indexer: Option<indexer::Plan>,
 }
 
 impl Plan {
@@ -43,12 +46,15 @@ impl Plan {
         let &Plan { nope, rope, q_rank, kv_rank, .. } = self;
         self.heads.check()?;
         rope.check(self.heads.key_dim, tables)?;
+        self.indexer.map_or(Ok(()), |indexer| indexer.check(tables))?;
         if self.hidden != hidden {
             Err(WIDTH)
         } else if !(q_rank.is_none_or(is_size) && is_size(kv_rank) && is_size(nope) && is_size(rope.dim)) {
             Err(SIZES)
         } else if nope + rope.dim != self.heads.key_dim || self.heads.keys != self.heads.queries {
             Err("heads are as wide as the parts of latent attention")
+        } else if self.indexer.is_some() && (q_rank.is_none() || self.heads.window.or(self.heads.chunk).is_some()) {
+            Err("an indexer reads the vector that queries are made from, and chooses among all keys")
         } else {
             Ok(())
         }
@@ -74,6 +80,7 @@ pub(crate) struct LatentAttention {
     v: Linear,
     o: Linear,
     rotation: Rotation,
+    indexer: Option<Indexer>,
 }
 
 /// What a reverse pass reads, beside a.
@@ -103,6 +110,8 @@ impl LatentAttention {
         let kv_norm = Norm::load(loader, "self_attn.kv_a_layernorm", kv_rank, &NORM)?;
         let [k_nope, v] = loader.parts("self_attn.kv_b_proj", count, [nope, value_dim], kv_rank, false)?;
         let o = loader.linear("self_attn.o_proj", hidden, count * value_dim, bias)?;
+        let of_indexer = |plan| Indexer::load(loader, plan, [hidden, q_rank.unwrap_or(hidden)]);
+        let indexer = plan.indexer.as_ref().map(of_indexer).transpose()?;
         Ok(LatentAttention {
             heads,
             nope,
@@ -117,6 +126,7 @@ impl LatentAttention {
             v,
             o,
             rotation,
+            indexer,
         })
     }
 
@@ -126,12 +136,15 @@ impl LatentAttention {
             norm.move_to(device)?;
         }
         self.kv_norm.move_to(device)?;
+        self.indexer.as_mut().map_or(Ok(()), |indexer| indexer.move_to(cpu, device))?;
         let LatentAttention { q_nope, q_rotary, kv_down, k_rotary, k_nope, v, o, .. } = self;
         [q_nope, q_rotary, kv_down, k_rotary, k_nope, v, o].into_iter().try_for_each(|part| part.move_to(cpu, device))
     }
 
     pub fn state(&self) -> Kind {
-        self.heads.state()
+        let Kind::Paged(mut widths) = self.heads.state() else { unreachable!("heads have pages") };
+        widths.extend(self.indexer.as_ref().map(Indexer::width));
+        Kind::Paged(widths)
     }
 
     /// `a[n,hidden] -> y[n,hidden]`
@@ -158,7 +171,11 @@ impl LatentAttention {
         let q = concat(pass.machine, n * heads, (&q_nope, nope, 1), (&q_rotary, rotary, 1))?;
         let k = concat(pass.machine, n * heads, (&k_nope, nope, 1), (&k_rotary, rotary, heads))?;
         let v = self.v.apply(pass, kv[1].view(), dtype)?;
-        let attended = self.heads.forward(pass, state, (q, Some([k, v])), None)?;
+        let chosen = match (&self.indexer, state.pages()) {
+            (Some(indexer), [_, _, keys]) => indexer.forward(pass, keys, [a, from])?,
+            _ => None,
+        };
+        let attended = self.heads.forward(pass, state, (q, Some([k, v])), None, chosen.as_ref())?;
         self.o.apply_to(pass, 0, attended.heads.view(), y.view_mut())?;
         Ok(attended.keep(pass).map(|attended| Saved { q: q_short, kv, attended }))
     }

@@ -215,7 +215,7 @@ impl Ahead {
         let attend::Heads { queries, keys, key_dim, .. } = shared.heads;
         let (q, _) = shared.rotation.forward(pass, q, [n, queries, key_dim], 0)?;
         let (k, _) = shared.rotation.forward(pass, k, [n, keys, key_dim], 0)?;
-        let attended = shared.heads.forward(pass, state, (q, Some([k, v])), None)?;
+        let attended = shared.heads.forward(pass, state, (q, Some([k, v])), None, None)?;
         let mut made = shared.o.apply(pass, attended.heads.view(), f32)?;
         pass.see("shared_o", &mut made)?;
 

@@ -1,4 +1,4 @@
-//! Keys and values of the tokens seen so far, in pages.
+//! Keys and values of the tokens seen so far, and what stands beside them, in pages.
 //!
 //! A sequence is a list of pages and a length; where its pages stand, how large they are and who else reads them is not
 //! seen by attention. Pages are shared by sequences that begin alike and copied before one of them writes.
@@ -70,7 +70,7 @@ impl Pages {
     }
 }
 
-/// Keys and values of all layers that keep them.
+/// Keys, values and what stands beside them of all layers that keep them.
 fn sides(layers: &mut [LayerState]) -> impl Iterator<Item = &mut samebits_ops::Tensor> {
     let paged = layers.iter_mut().filter_map(|layer| match layer {
         LayerState::Paged(sides) => Some(sides.iter_mut()),

@@ -8,7 +8,7 @@ fn states(page_size: usize, order: PageOrder, kinds: &[Kind]) -> States {
 }
 
 fn paged() -> [Kind; 2] {
-    [(); 2].map(|()| Kind::Paged([1, 2]))
+    [(); 2].map(|()| Kind::Paged(vec![1, 2]))
 }
 
 /// A row of a sum that forgets, and how often it was fed; and the last two tokens.
@@ -17,7 +17,8 @@ fn recurrent() -> Kind {
 }
 
 fn sides(states: &mut States, layer: usize) -> [&mut [f32]; 2] {
-    states.layers[layer].pages().each_mut().map(|side| side.as_slice_mut::<f32>().unwrap())
+    let [keys, values] = states.layers[layer].pages() else { panic!("there are keys and values") };
+    [keys, values].map(|side| side.as_slice_mut::<f32>().unwrap())
 }
 
 /// The key at every position of a sequence, read as attention does; values are the negatives.
