@@ -28,11 +28,11 @@ const RIGHT: usize = 39;
 /// A narrow dtype and a wide one; the third would say the same again.
 const DTYPES: [DType; 2] = [DType::Bf16, DType::Fp32];
 
-/// The checkpoints that mutants of models are judged on: windows and soft limits, keys that layers share, experts, latent attention, none
-/// of these, scans, gated delta rules, RWKV, and blocks that are shared.
+/// The checkpoints that mutants of models are judged on: windows and soft limits, keys that layers share, experts, latent attention over
+/// keys that are chosen, none of these, scans, gated delta rules, RWKV, and blocks that are shared.
 /// The others would say the same again; the test `conformance` judges them all.
 const MODELS: [&str; 10] = [
-    "deepseek-v3",
+    "deepseek-v3-2",
     "falcon-mamba",
     "gemma2",
     "gemma4",

@@ -76,6 +76,14 @@ pub const MUTATIONS: &[Mutation] = &[
         answer: |mutant, case| mutant.model(case, ModelMutation::UnwrittenKey),
     },
     Mutation {
+        name: "unwritten_index_key",
+        about: "An indexer's key of a chunk's first token is not written: zeros of the page are read.",
+        op: "chain",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&[]),
+        answer: |mutant, case| mutant.model(case, ModelMutation::UnwrittenIndexKey),
+    },
+    Mutation {
         name: "position_after_chunk",
         about: "After a chunk, positions are one too high.",
         op: "chain",

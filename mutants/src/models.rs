@@ -13,6 +13,8 @@ pub enum ModelMutation {
     /// In layer 1, key and value of the first token of every chunk but the first are zeros: what a page holds that nobody
     /// wrote.
     UnwrittenKey,
+    /// The key by which an indexer knows the first token of every chunk but the first is zeros.
+    UnwrittenIndexKey,
     /// Behind the first chunk, the positions that rotate queries and keys are one too high.
     PositionAfterChunk,
     /// Equal router scores go to the highest expert where a step has several tokens.
@@ -164,6 +166,9 @@ impl<P> ModelMutant<P> {
         let later = later_chunks(seen.tokens);
         match (self.mutation, seen.site, seen.layer) {
             (ModelMutation::UnwrittenKey, "k" | "v", Some(1)) => {
+                later.iter().for_each(|chunk| seen.values[chunk.start * width..][..width].fill(0.0));
+            }
+            (ModelMutation::UnwrittenIndexKey, "index_k", _) => {
                 later.iter().for_each(|chunk| seen.values[chunk.start * width..][..width].fill(0.0));
             }
             (ModelMutation::PositionAfterChunk, "positions", None) => {
