@@ -426,12 +426,10 @@ impl Probe<'_> {
         let eps = [("eps", "0".to_string())];
         match op {
             _ if is_product(op) || ["combine", "causal_conv1d_backward"].contains(&op) => self.dot(op, &[v], &[1.0]),
-            _ if ["fold", "index_score", "nll", "batch_loss"].contains(&op) || TOKEN_SUMS.contains(&op) => {
-                self.sum(op, &[v])
-            }
+            _ if ["fold", "nll", "batch_loss"].contains(&op) || TOKEN_SUMS.contains(&op) => self.sum(op, &[v]),
             "attention" => self.mean(&[v]),
             "attention_backward" => self.values_gradient(&[v]),
-            "add" | "logprob_backward" => self.sum(op, &[v, -0.0]),
+            "add" | "index_score" | "logprob_backward" => self.sum(op, &[v, -0.0]),
             // The gradient of lse, at an element that has a probability of 1.
             "entropy_backward" => {
                 let one = |v: f64| Tensor::fp32(&[1], vec![v as f32]);
