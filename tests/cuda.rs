@@ -1454,8 +1454,8 @@ const MUTANTS: [Mutant; 71] = [
         says: "elements differ",
     },
     Mutant {
-        name: "later_equals_taken_by_every_thread",
-        change: Change { file: "topk.cu", from: "before += equals[other];", to: "before += 0;" },
+        name: "chosen_of_elements_that_are_not_there",
+        change: Change { file: "topk.cu", from: "if (has_counts) count", to: "if (has_counts > 1) count" },
         shapes: "topk",
         says: "elements differ",
     },

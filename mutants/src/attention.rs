@@ -219,8 +219,8 @@ pub const MUTATIONS: &[Mutation] = &[
         name: "heads_of_an_indexer_backwards",
         about: "The heads of an indexer are added from the last to the first.",
         op: "index_score",
-        caught_by: "golden",
-        also_red: Others::Are(&[]),
+        caught_by: "arithmetic",
+        also_red: Others::Are(&["golden"]),
         answer: |mutant, case| {
             mutant.asked(case, |case| {
                 for name in ["q", "weight"] {

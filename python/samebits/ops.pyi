@@ -636,6 +636,39 @@ def attention_backward(
     """
     ...
 
+def index_score(
+    q: T,
+    k: T,
+    weight: T,
+    *,
+    scale: float = 1.0,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: T | None = None,
+) -> T:
+    """What each key is worth to each token: the heads' scores, none below 0, weighted and added.
+
+    Inputs:
+        q[T,H,D]: bf16, fp16 or fp32
+        k[S,D]: bf16, fp16 or fp32
+        weight[T,H]: fp32
+
+    Attributes:
+        scale (1.0): a head's score is multiplied with it; read as f64, rounded to f32; a finite number from -3.4028235e38 to 3.4028235e38
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype: nothing here follows it
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        score[T,S]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
 def causal_conv1d(
     x: T,
     w: T,
@@ -2199,6 +2232,37 @@ def argmax(
 
     Raises:
         ValueError: another shape, dtype, stride or range; N = 0; N beyond i32
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def topk(
+    x: T,
+    count: T | None = None,
+    *,
+    k: int = 1,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: T | None = None,
+) -> T:
+    """Where the `k` largest of the first `count` elements of each row stand, ascending, the lowest among equals; then -1.
+
+    Inputs:
+        x[R,N]: bf16, fp16 or fp32
+        count[R]: i32; 0 to N, optional
+
+    Attributes:
+        k (1): how many are taken of a row; a whole number of at least 1
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype: nothing here follows it
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        index[R,K]: i32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; N beyond i32; `count` outside 0..=N
         NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """

@@ -330,7 +330,8 @@ impl Probe<'_> {
             _ if !self.hold(terms) => Ok(None),
             ("attention", _) => self.mean(terms),
             ("attention_backward", _) => self.values_gradient(terms),
-            ("index_score", _) => self.heads(&vec![1.0; terms.len()], terms),
+            // Of a score below 0 nothing is left.
+            ("index_score", _) => self.heads(terms.iter().map(|&v| if v >= 0.0 { (v, 1.0) } else { (1.0, v) })),
             ("fold", _) => {
                 // Halves are added first, the later terms behind the earlier ones. -0 changes no sum.
                 let half = terms.len().next_power_of_two() / 2;
@@ -382,8 +383,7 @@ impl Probe<'_> {
             _ if is_product(op) || ["combine", "causal_conv1d_backward"].contains(&op) => self.dot(op, &[a], &[b]),
             "scale" => self.one(op, &[("factor", b.to_string())], vec![("x", self.make(&[1, 1], &[a]))], "y"),
             "mul" => self.one(op, &[], vec![("a", self.make(&[1, 1], &[a])), ("b", self.make(&[1, 1], &[b]))], "y"),
-            // Of what is not below 0.
-            "index_score" if a >= 0.0 => self.heads(&[a], &[b]),
+            "index_score" if a >= 0.0 => self.heads([(a, b)].into_iter()),
             "combine_backward" => {
                 let one = |v: f64| self.make(&[1, 1], &[v]);
                 let inputs =
@@ -429,9 +429,7 @@ impl Probe<'_> {
             _ if ["fold", "nll", "batch_loss"].contains(&op) || TOKEN_SUMS.contains(&op) => self.sum(op, &[v]),
             "attention" => self.mean(&[v]),
             "attention_backward" => self.values_gradient(&[v]),
-            "index_score" if v >= 0.0 => self.product(op, v, 1.0),
-            "index_score" => self.sum(op, &[v]),
-            "add" | "logprob_backward" => self.sum(op, &[v, -0.0]),
+            "add" | "index_score" | "logprob_backward" => self.sum(op, &[v, -0.0]),
             // The gradient of lse, at an element that has a probability of 1.
             "entropy_backward" => {
                 let one = |v: f64| Tensor::fp32(&[1], vec![v as f32]);
@@ -517,12 +515,12 @@ impl Probe<'_> {
     }
 
     /// The score of a key by heads of these scores and weights.
-    fn heads(&self, scores: &[f64], weights: &[f64]) -> Result<Option<Number>, String> {
-        let weight = weights.iter().map(|weight| *weight as f32).collect();
+    fn heads(&self, heads: impl Iterator<Item = (f64, f64)>) -> Result<Option<Number>, String> {
+        let (scores, weights): (Vec<f64>, Vec<f32>) = heads.map(|(score, weight)| (score, weight as f32)).unzip();
         let inputs = vec![
-            ("q", self.make(&[1, scores.len(), 1], scores)),
+            ("q", self.make(&[1, scores.len(), 1], &scores)),
             ("k", self.make(&[1, 1], &[1.0])),
-            ("weight", Tensor::fp32(&[1, weights.len()], weight)),
+            ("weight", Tensor::fp32(&[1, weights.len()], weights)),
         ];
         self.one("index_score", &[], inputs, "score")
     }

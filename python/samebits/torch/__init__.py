@@ -85,9 +85,10 @@ def _forms(op: dict[str, Any], given: list[tuple[dict[str, Any], torch.Tensor]],
                 torch._check(extents[axis] == extent)
             else:
                 extents[axis] = extent
-    # Extents that follow from others are written as Python has them.
+    # Extents that follow from others and from attributes are written as Python has them.
+    known = {a["name"]: attributes.get(a["name"], a["default"]) for a in op["attributes"]}
     for axis, formula in op["extents"]:
-        extents.setdefault(axis, eval(formula, {"__builtins__": {}}, extents))
+        extents.setdefault(axis, eval(formula, {"__builtins__": {}}, known | extents))
     floats = [tensor.dtype for _, tensor in given if tensor.dtype.is_floating_point]
     out = dtype or (floats[0] if floats else torch.float32)
     forms = []
