@@ -103,6 +103,8 @@ impl Folder {
         let model = Model::load_with(&self.model, dtype, cpu, |done, total| loading.at(done, total))?;
         drop(loading);
         self.pass(model.config())?;
+        // What loading took goes back to the system; steps make the same tensors again and again.
+        samebits_ops::keep_freed_memory();
         match self.rope_length(model.config(), recorded)? {
             Some(length) => Ok(model.with_rope_length(RopeLength::Declared(length))?),
             None => Ok(model),

@@ -377,7 +377,7 @@ impl Config {
 
     /// Whether the input that a layer asks for is made.
     fn has_input(&self, plan: &LayerPlan) -> bool {
-        let LayerPlan::PerLayer(plan) = plan else { return true };
+        let LayerPlan::PerLayerInput(plan) = plan else { return true };
         let made = |inputs: &per_layer::inputs::Plan| [inputs.width, inputs.width.saturating_mul(self.layers())];
         self.inputs.as_ref().map(made) == Some([plan.width, plan.all])
     }

@@ -178,7 +178,7 @@ layers! {
     /// Linear attention by the gated delta rule.
     DeltaRule in delta, state: delta::DeltaRule::state;
     /// What a block makes of an input of its own.
-    PerLayer in per_layer, state: |_| Kind::None;
+    PerLayerInput in per_layer, state: |_| Kind::None;
     /// An MLP.
     Mlp in mlp, state: |_| Kind::None;
     /// A mixture of experts.

@@ -380,7 +380,7 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
         }
         Layer::ShortConv(plan) => *(if pick.below(2) == 0 { &mut plan.taps } else { &mut plan.hidden }) = n,
         Layer::Mlp(plan) => *(if pick.below(2) == 0 { &mut plan.width } else { &mut plan.hidden }) = n,
-        Layer::PerLayer(plan) => {
+        Layer::PerLayerInput(plan) => {
             let sizes = [&mut plan.hidden, &mut plan.width, &mut plan.first, &mut plan.all];
             let at = pick.below(sizes.len());
             *sizes.into_iter().nth(at).expect("it is one of them") = n;

@@ -215,9 +215,9 @@ fn own_input(c: &Config, inputs: &inputs::Plan, [i, layers]: [usize; 2]) -> bran
     let (width, names) = (inputs.width, ["per_layer_input_gate", "per_layer_projection"]);
     let (first, all) = (width.saturating_mul(i), width.saturating_mul(layers));
     branch::Plan {
-        place: Place::PerLayer,
+        place: Place::PerLayerInput,
         before: None,
-        layer: LayerPlan::PerLayer(per_layer::Plan { hidden: c.hidden, width, first, all, names }),
+        layer: LayerPlan::PerLayerInput(per_layer::Plan { hidden: c.hidden, width, first, all, names }),
         behind: Some("post_per_layer_input_norm"),
         factor: None,
         beside: None,

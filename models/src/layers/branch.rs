@@ -78,7 +78,7 @@ pub enum Place {
     /// All of the block: a layer that mixes tokens, and beside it one that does not.
     Whole,
     /// Works on an input of the block's own.
-    PerLayer,
+    PerLayerInput,
 }
 
 /// The names of the values of a branch, and of their gradients.
@@ -119,7 +119,7 @@ impl Place {
                 sum: ["sum", "dsum"],
                 beside: "mlp",
             },
-            Place::PerLayer => &Sites {
+            Place::PerLayerInput => &Sites {
                 norm: ["per_layer_norm", "dper_layer_norm"],
                 made: ["per_layer", "dper_layer"],
                 behind: "post_per_layer_norm",

@@ -40,7 +40,7 @@ impl Plan {
     }
 }
 
-pub(crate) struct PerLayer {
+pub(crate) struct PerLayerInput {
     gate: Linear,
     projection: Linear,
     plan: Plan,
@@ -53,12 +53,12 @@ pub(crate) struct Saved {
     product: Tensor,
 }
 
-impl PerLayer {
-    pub fn load(loader: &mut Loader, plan: &Plan) -> Result<PerLayer, ModelError> {
+impl PerLayerInput {
+    pub fn load(loader: &mut Loader, plan: &Plan) -> Result<PerLayerInput, ModelError> {
         let &Plan { hidden, width, names: [gate, projection], .. } = plan;
         let (gate, projection) =
             (loader.linear(gate, width, hidden, false)?, loader.linear(projection, hidden, width, false)?);
-        Ok(PerLayer { gate, projection, plan: plan.clone() })
+        Ok(PerLayerInput { gate, projection, plan: plan.clone() })
     }
 
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {

@@ -15,6 +15,7 @@ use crate::conv::causal_conv1d::{Part, optional};
 use crate::element::{Stored, typed};
 use crate::lengths::optional_lengths;
 use crate::parallel::SharedOut;
+use crate::reduce::LANES;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::through_f32::convert;
 use crate::{Cpu, Element, Error, TensorMut, check_len};
@@ -102,8 +103,11 @@ fn part<O: Element>(scan: &Scan, unit: usize, rows: Range<usize>, y: &SharedOut<
     // SAFETY: units and pieces of them are disjoint.
     let state = unsafe { next.part((unit * head_dim + rows.start) * state_dim, rows.len() * state_dim) };
     scan.begin(inputs.state, b, h, rows.clone(), state);
+    // A scan of few positions is not worth turning the state.
+    let mut turned = (scan.end(b) >= TURNED).then(|| Turned::new(state, state_dim));
+    let padded = rows.len().next_multiple_of(WIDE);
     let ([mut x, mut made], [mut of_b, mut of_c]) =
-        ([(); 2].map(|()| vec![0f32; rows.len()]), [(); 2].map(|()| vec![0f32; state_dim]));
+        ([(); 2].map(|()| vec![0f32; padded]), [(); 2].map(|()| vec![0f32; state_dim]));
     for t in 0..length {
         let at = ((b * length + t) * heads + h) * head_dim + rows.start;
         // SAFETY: as above, and positions are disjoint.
@@ -112,19 +116,159 @@ fn part<O: Element>(scan: &Scan, unit: usize, rows: Range<usize>, y: &SharedOut<
             y.fill(O::default());
             continue;
         }
-        scan.row(&inputs.x, b, t, h, rows.clone(), &mut x);
+        scan.row(&inputs.x, b, t, h, rows.clone(), &mut x[..rows.len()]);
         scan.row(&inputs.b, b, t, scan.group(h), 0..state_dim, &mut of_b);
         scan.row(&inputs.c, b, t, scan.group(h), 0..state_dim, &mut of_c);
         let (step, d) = (scan.step(b, t, h), scan.d(h));
-        scan.cpu.dispatch(Position { step, d, x: &x, b: &of_b, c: &of_c, state, y: &mut made });
-        convert(scan.cpu, &made, y);
+        match &mut turned {
+            Some(turned) => scan.cpu.dispatch(Across { step, x: &x, b: &of_b, c: &of_c, turned, y: &mut made }),
+            None => {
+                let (x, y) = (&x[..rows.len()], &mut made[..rows.len()]);
+                scan.cpu.dispatch(Position { step, x, b: &of_b, c: &of_c, state, y });
+            }
+        }
+        if let Some(d) = d {
+            scan.cpu.dispatch(Pass { d, x: &x, y: &mut made });
+        }
+        convert(scan.cpu, &made[..rows.len()], y);
+    }
+    if let Some(turned) = turned {
+        turned.back(state);
+    }
+}
+
+/// Positions from which on it pays to turn a state.
+const TURNED: usize = 3;
+
+/// Rows of a state that stand side by side when it is turned: as many as the widest vector has lanes.
+const WIDE: usize = 16;
+
+/// Rows of a state, turned: of 16 of them the first elements, then the second ones, and so on; then the next 16. A vector has an
+/// element of each of some rows, and nothing is added across its lanes.
+struct Turned {
+    n: usize,
+    state: Vec<f32>,
+    /// The lanes of the sums of 16 rows.
+    lanes: Vec<f32>,
+}
+
+impl Turned {
+    /// Rows of n elements.
+    fn new(rows: &[f32], n: usize) -> Turned {
+        let count = rows.len() / n.max(1);
+        let mut state = vec![0f32; count.next_multiple_of(WIDE) * n];
+        for (p, row) in rows.chunks_exact(n.max(1)).enumerate() {
+            let place = p / WIDE * WIDE * n + p % WIDE;
+            state[place..].iter_mut().step_by(WIDE).zip(row).for_each(|(to, value)| *to = *value);
+        }
+        Turned { n, state, lanes: vec![0f32; LANES * WIDE] }
+    }
+
+    /// The rows as they were.
+    fn back(&self, rows: &mut [f32]) {
+        for (p, row) in rows.chunks_exact_mut(self.n.max(1)).enumerate() {
+            let place = p / WIDE * WIDE * self.n + p % WIDE;
+            row.iter_mut().zip(self.state[place..].iter().step_by(WIDE)).for_each(|(to, value)| *to = *value);
+        }
+    }
+}
+
+/// A position of rows that are turned.
+struct Across<'a> {
+    step: Step,
+    /// An element for each row, and some for the rest of the last 16.
+    x: &'a [f32],
+    b: &'a [f32],
+    c: &'a [f32],
+    turned: &'a mut Turned,
+    /// As x.
+    y: &'a mut [f32],
+}
+
+impl Kernel for Across<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Across { step: Step { e, k, .. }, x, b, c, turned, y } = self;
+        let Turned { n, state, lanes } = turned;
+        let (n, k, zero) = (*n, s.splat(k), s.splat(0.0));
+        for at in (0..x.len()).step_by(S::LANES) {
+            let u = s.mul(s.splat(e), load_at(s, x, at, 0.0));
+            let state = &mut state[at / WIDE * WIDE * n..][..WIDE * n];
+            let within = at % WIDE;
+            let mut width = n.min(LANES);
+            if n <= LANES && n >= 4 && n.is_power_of_two() {
+                // The first two levels of the sum of lanes, on the way.
+                width = n / 4;
+                for j in 0..width {
+                    let mut four = [zero; 4];
+                    for (i, product) in four.iter_mut().enumerate() {
+                        let j = j + i * width;
+                        *product = across(s, (k, u), (b[j], c[j]), &mut state[j * WIDE + within..], zero);
+                    }
+                    let [first, second, third, fourth] = four;
+                    put(s, s.add(s.add(first, third), s.add(second, fourth)), &mut lanes[j * WIDE..]);
+                }
+            } else {
+                for j in 0..n {
+                    let lane = &mut lanes[j % LANES * WIDE..];
+                    let before = if j < LANES { zero } else { load_at(s, lane, 0, 0.0) };
+                    put(s, across(s, (k, u), (b[j], c[j]), &mut state[j * WIDE + within..], before), lane);
+                }
+            }
+            while width > 1 {
+                let half = width.next_power_of_two() / 2;
+                for l in 0..width - half {
+                    let sum = s.add(load_at(s, lanes, l * WIDE, 0.0), load_at(s, lanes, (l + half) * WIDE, 0.0));
+                    put(s, sum, &mut lanes[l * WIDE..]);
+                }
+                width = half;
+            }
+            let sum = if n == 0 { zero } else { load_at(s, lanes, 0, 0.0) };
+            // What has no element is +0 and is a term.
+            let sum = if n < LANES { s.add(sum, zero) } else { sum };
+            put(s, sum, &mut y[at..]);
+        }
+    }
+}
+
+/// Takes an element of some rows over a step, and adds its product with c to a lane.
+#[inline(always)]
+fn across<S: Simd>(s: S, (k, u): (S::F, S::F), (b, c): (f32, f32), state: &mut [f32], lane: S::F) -> S::F {
+    let after = s.fma(k, load_at(s, state, 0, 0.0), s.mul(u, s.splat(b)));
+    narrow_at(s, after, state, 0);
+    s.fma(after, s.splat(c), lane)
+}
+
+/// Stores a vector as it is.
+#[inline(always)]
+fn put<S: Simd>(s: S, v: S::F, to: &mut [f32]) {
+    let to = &mut to[..S::LANES];
+    // SAFETY: `to` has LANES elements.
+    unsafe { s.store(v, to.as_mut_ptr()) };
+}
+
+/// What passes a state by: `y = fma(d, x, y)`.
+struct Pass<'a> {
+    d: f32,
+    x: &'a [f32],
+    y: &'a mut [f32],
+}
+
+impl Kernel for Pass<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Pass { d, x, y } = self;
+        for at in (0..y.len()).step_by(S::LANES) {
+            narrow_at(s, s.fma(s.splat(d), load_at(s, x, at, 0.0), load_at(s, y, at, 0.0)), y, at);
+        }
     }
 }
 
 /// A position of some rows of a head's state.
 struct Position<'a> {
     step: Step,
-    d: Option<f32>,
     /// An element for each row.
     x: &'a [f32],
     b: &'a [f32],
@@ -139,16 +283,12 @@ impl Kernel for Position<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Position { step: Step { e, k, .. }, d, x, b, c, state, y } = self;
+        let Position { step: Step { e, k, .. }, x, b, c, state, y } = self;
         let n = b.len();
         for (p, (x, y)) in x.iter().zip(&mut *y).enumerate() {
             let row = &mut state[p * n..][..n];
             advance(s, k, e * x, b, row);
             *y = lanes_of(s, row, c);
-        }
-        let Some(d) = d else { return };
-        for at in (0..y.len()).step_by(S::LANES) {
-            narrow_at(s, s.fma(s.splat(d), load_at(s, x, at, 0.0), load_at(s, y, at, 0.0)), y, at);
         }
     }
 }
