@@ -221,15 +221,7 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "index_score",
         caught_by: "arithmetic",
         also_red: Others::Are(&["golden"]),
-        answer: |mutant, case| {
-            mutant.asked(case, |case| {
-                for name in ["q", "weight"] {
-                    let heads: Vec<usize> = (0..case.inputs[name].shape()[1]).rev().collect();
-                    let turned = case.inputs[name].select(1, &heads);
-                    case.inputs.insert(name.into(), turned);
-                }
-            })
-        },
+        answer: |mutant, case| mutant.asked_backwards(case, &["q", "weight"]),
     },
     Mutation {
         name: "heads_below_zero_count",

@@ -281,11 +281,7 @@ pub const MUTATIONS: &[Mutation] = &[
         also_red: Others::Are(&["golden"]),
         answer: |mutant, case| {
             let n = case.inputs["x"].shape()[1];
-            let mut answer = mutant.asked(case, |case| {
-                let backwards: Vec<usize> = (0..n).rev().collect();
-                let x = case.inputs["x"].select(1, &backwards);
-                case.inputs.insert("x".into(), x);
-            });
+            let mut answer = mutant.asked_backwards(case, &["x"]);
             if let Some(index) = answer.outputs.get_mut("index") {
                 let values = index.as_i32().expect("argmax returns i32");
                 *index = Tensor::i32(index.shape(), values.iter().map(|&i| n as i32 - 1 - i).collect());
@@ -355,14 +351,6 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "combine",
         caught_by: "arithmetic",
         also_red: Others::Are(&["golden"]),
-        answer: |mutant, case| {
-            mutant.asked(case, |case| {
-                for name in ["row", "weight"] {
-                    let ranks: Vec<usize> = (0..case.inputs[name].shape()[1]).rev().collect();
-                    let turned = case.inputs[name].select(1, &ranks);
-                    case.inputs.insert(name.into(), turned);
-                }
-            })
-        },
+        answer: |mutant, case| mutant.asked_backwards(case, &["row", "weight"]),
     },
 ];

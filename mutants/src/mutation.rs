@@ -176,6 +176,17 @@ impl Mutant {
         self.honest.run(&case)
     }
 
+    /// The honest answer where the second axis of these inputs goes from its last entry to its first.
+    pub(crate) fn asked_backwards(&self, case: &Case, names: &[&str]) -> Answer {
+        self.asked(case, |case| {
+            for name in names {
+                let backwards: Vec<usize> = (0..case.inputs[*name].shape()[1]).rev().collect();
+                let turned = case.inputs[*name].select(1, &backwards);
+                case.inputs.insert(name.to_string(), turned);
+            }
+        })
+    }
+
     /// The honest answer with every float element replaced by bits that `change` makes of its bits.
     pub(crate) fn spoilt(&self, case: &Case, change: fn(u32, DType) -> u32) -> Answer {
         let mut answer = self.honest.run(case);
