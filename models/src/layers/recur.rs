@@ -63,9 +63,18 @@ pub(crate) fn forward(
     let state = state.rows();
     let (mut before, mut next) = (Vec::new(), Vec::new());
     for kept in kept {
-        let part = state.read(machine, kept.part, read, sequences)?;
-        next.push(pass.empty(DType::Fp32, part.shape())?);
-        before.push(part);
+        let size = [sequences, state.width(kept.part)];
+        // Rows one behind the other are read where they stand.
+        let first = state.first_of(read, sequences);
+        let copied = if first.is_some() { None } else { Some(pass.room(BEFORE[kept.part], DType::Fp32, &size)?) };
+        before.push(match copied {
+            Some(mut rows) => {
+                state.read(machine, kept.part, read, &mut rows)?;
+                Before { rows: Some(rows), first: 0 }
+            }
+            None => Before { rows: None, first: first.unwrap_or(0) },
+        });
+        next.push(pass.room(NEXT[kept.part], DType::Fp32, &size)?);
     }
     for run in runs(pass.step) {
         let (rows, of) = (&run.rows, &run.sequences);
@@ -73,15 +82,15 @@ pub(crate) fn forward(
         let of_state = |axes: &[usize]| [&[of.len()], axes].concat();
         // Where the run is not all of the step, what it reads and makes are tensors of their own.
         let some = tokens.iter().map(|(_, x, _)| cut(pass, x, rows)).collect::<Result<Vec<_>, _>>()?;
-        let begun = before.iter().map(|x| cut(pass, x, of)).collect::<Result<Vec<_>, _>>()?;
         let mut made = room(pass, y, rows)?;
         let mut ended = next.iter().map(|x| room(pass, x, of)).collect::<Result<Vec<_>, _>>()?;
         let mut inputs = Vec::new();
         for ((name, x, axes), some) in tokens.iter().zip(&some) {
             inputs.push((*name, some.as_ref().unwrap_or(x).view_as(&of_tokens(axes))?));
         }
-        for (Kept { names: [name, _], axes, .. }, (x, some)) in kept.iter().zip(before.iter().zip(&begun)) {
-            inputs.push((*name, some.as_ref().unwrap_or(x).view_as(&of_state(axes))?));
+        for (Kept { part, names: [name, _], axes }, before) in kept.iter().zip(&before) {
+            let rows = before.rows.as_ref().unwrap_or(state.part(*part));
+            inputs.push((*name, rows.rows_as(before.first + of.start..before.first + of.end, &of_state(axes))?));
         }
         inputs.extend_from_slice(weights);
         let mut outputs = vec![(output, made.as_mut().unwrap_or(y).view_mut_as(&of_tokens(axes))?)];
@@ -98,8 +107,22 @@ pub(crate) fn forward(
         pass.see_state(op, next)?;
         state.write(machine, kept.part, written, next)?;
     }
+    for (kept, (before, next)) in kept.iter().zip(before.into_iter().zip(next)) {
+        pass.leave([(NEXT[kept.part], next)]);
+        before.rows.into_iter().for_each(|rows| pass.leave([(BEFORE[kept.part], rows)]));
+    }
     Ok(())
 }
+
+/// The states that the sequences of a step have before it: copied rows, or those of the pool from the first on.
+struct Before {
+    rows: Option<Tensor>,
+    first: usize,
+}
+
+/// The names of rooms, by part.
+const BEFORE: [&str; 4] = ["state_before.0", "state_before.1", "state_before.2", "state_before.3"];
+const NEXT: [&str; 4] = ["state_next.0", "state_next.1", "state_next.2", "state_next.3"];
 
 /// The gradient of an op that recurs: `call` runs it for the sequences of a block, its inputs laid over `tokens`, and gives
 /// what is made of each `[sequences * rows,width]`. Together they are `[n,width]`; rows of no sequence are +0.

@@ -8,9 +8,9 @@
 use super::pool::{PageOrder, Pool};
 use super::{LayerState, Sequence};
 use crate::ModelError;
-use crate::machine::{Index, Machine, empty};
+use crate::machine::{Index, Machine};
+use samebits_ops::Tensor;
 use samebits_ops::device::Part;
-use samebits_ops::{DType, Tensor};
 
 /// What a layer keeps: some parts, each `[rows,width]` in f32.
 pub(crate) struct Recurrent(Vec<Tensor>);
@@ -24,13 +24,35 @@ impl Recurrent {
         Ok(Recurrent(widths.iter().map(part).collect::<Result<_, _>>()?))
     }
 
-    /// The rows of a part: `[sequences,width]`.
-    pub fn read(&self, machine: &dyn Machine, part: usize, rows: &Index, count: usize) -> Result<Tensor, ModelError> {
-        let width = self.0[part].shape()[1];
-        let mut values = empty(machine, DType::Fp32, &[count, width])?;
+    /// All rows of a part.
+    pub fn part(&self, part: usize) -> &Tensor {
+        &self.0[part]
+    }
+
+    /// Elements of a row of a part.
+    pub fn width(&self, part: usize) -> usize {
+        self.0[part].shape()[1]
+    }
+
+    /// The first of the rows of a step, where they stand one behind the other and the host knows them.
+    pub fn first_of(&self, rows: &Index, count: usize) -> Option<usize> {
+        let Index::Host(rows) = rows else { return None };
+        let first = *rows.first()?;
+        let follow = rows.iter().zip(first..).all(|(&row, expected)| row == expected);
+        (follow && rows.len() == count).then_some(first as usize)
+    }
+
+    /// The rows of a part, to `values[sequences,width]`.
+    pub fn read(
+        &self,
+        machine: &dyn Machine,
+        part: usize,
+        rows: &Index,
+        values: &mut Tensor,
+    ) -> Result<(), ModelError> {
+        let &[count, width] = values.shape() else { panic!("a row for each sequence") };
         let from = Part { rows: Some(rows), ..Part::whole(width) };
-        machine.copy_rows([count, width], (&self.0[part], from), (&mut values, Part::whole(width)))?;
-        Ok(values)
+        Ok(machine.copy_rows([count, width], (&self.0[part], from), (values, Part::whole(width)))?)
     }
 
     /// Writes `values[sequences,width]` to rows of a part.
@@ -58,7 +80,8 @@ pub(super) struct Rows {
     snapshots: Vec<(usize, i32)>,
 }
 
-/// Rows that there are from the first sequence on: steps that were recorded know the places, and those move when rows are added.
+/// Rows that there are from the first sequence on, on a device: steps that were recorded know the places, and those move when rows are
+/// added.
 const LEAST_ROWS: usize = 16;
 
 /// More snapshots of a sequence than this are not kept: the oldest goes.
@@ -87,7 +110,9 @@ impl RowPool {
         if sequence.rows.next.is_some() {
             return Ok(false);
         }
-        let grown = self.pool.next_len().map(|len| len.max(LEAST_ROWS));
+        let on_device = |layer: &LayerState| matches!(layer, LayerState::Recurrent(rows) if !rows.part(0).is_on_host());
+        let least = if layers.iter().any(on_device) { LEAST_ROWS } else { 0 };
+        let grown = self.pool.next_len().map(|len| len.max(least));
         if let Some(len) = grown {
             for layer in layers {
                 let LayerState::Recurrent(Recurrent(parts)) = layer else { continue };

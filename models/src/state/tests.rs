@@ -137,7 +137,7 @@ fn write(states: &mut States, layer: usize, inputs: &[(usize, &[i32])]) {
     assert!(read.iter().chain(&written).all(|row| (*row as usize) < limit));
     let (read, written) = (Index::Host(read), Index::Host(written));
     let rows = states.layers[layer].rows();
-    let [mut sums, mut tails] = [0, 1].map(|part| rows.read(&cpu, part, &read, inputs.len()).unwrap());
+    let [mut sums, mut tails] = [0, 1].map(|part| read_rows(rows, &cpu, part, &read, inputs.len()));
     let of_sequences = sums.as_slice_mut::<f32>().unwrap().chunks_mut(2);
     for ((sum, tail), (_, tokens)) in of_sequences.zip(tails.as_slice_mut::<f32>().unwrap().chunks_mut(2)).zip(inputs) {
         for &token in *tokens {
@@ -149,6 +149,13 @@ fn write(states: &mut States, layer: usize, inputs: &[(usize, &[i32])]) {
     rows.write(&cpu, 1, &written, &tails).unwrap();
 }
 
+/// The rows of a part.
+fn read_rows(rows: &Recurrent, cpu: &Cpu, part: usize, at: &Index, count: usize) -> Tensor {
+    let mut values = empty(cpu, DType::Fp32, &[count, rows.width(part)]).unwrap();
+    rows.read(cpu, part, at, &mut values).unwrap();
+    values
+}
+
 /// The rows that the next step of a sequence begins with.
 fn rows(states: &mut States, layer: usize, number: usize) -> [Vec<f32>; 2] {
     let cpu = Cpu::best();
@@ -156,7 +163,7 @@ fn rows(states: &mut States, layer: usize, number: usize) -> [Vec<f32>; 2] {
     let ([read, _], _) = states.rows_of_step([number].into_iter()).unwrap();
     let read = Index::Host(read);
     let rows = states.layers[layer].rows();
-    [0, 1].map(|part| rows.read(&cpu, part, &read, 1).unwrap().into_vec::<f32>().unwrap())
+    [0, 1].map(|part| read_rows(rows, &cpu, part, &read, 1).into_vec::<f32>().unwrap())
 }
 
 /// However tokens are cut and whoever is in the step beside them, and wherever rows stand.
