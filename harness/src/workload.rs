@@ -337,7 +337,9 @@ impl Plan {
         let forms: Vec<Given> =
             inputs.iter().map(|(input, dtype, shape)| Given { name: input.name, dtype: *dtype, shape }).collect();
         let call = validate(op, &forms, attributes, out).map_err(|e| e.to_string())?;
-        if let (Some(tokens), Some(keys)) = (call.dims.get("T"), keys(&call).filter(|&keys| keys < call.dim("T"))) {
+        if let (Some(tokens), Some(keys)) = (call.dims.get("T"), keys(&call))
+            && keys < *tokens
+        {
             return Err(format!("{field}T={tokens}: use at most the number of keys, {keys}"));
         }
         let (bytes, operations) = (moved(&call, &inputs), (op.operations)(&call));

@@ -1447,7 +1447,7 @@ mod tests {
                 json!({"tie_word_embeddings": false}),
                 "`tie_word_embeddings` is true, but text_config says false",
             ),
-            (json!({"eos_token_id": 4}), json!({}), "`eos_token_id` is 4, but text_config says 3"),
+            (json!({"hidden_size": 4}), json!({}), "`hidden_size` is 4, but text_config says 48"),
             (json!({"quantization_config": {"quant_method": "fp8"}}), json!({}), "`quantization_config` is set"),
             (json!({"sliding_window": 4}), json!({}), "`sliding_window` is 4, which this family does not know"),
             (json!({}), json!({"linear_num_value_heads": 3}), "`text_config.linear_num_value_heads` is 3"),

@@ -3,8 +3,8 @@
 //! Matrices are cut by rows when they are loaded, so that the rotary part of a head comes out in f32 and is rounded after
 //! its rotation, and everything else is rounded once by its product; joining the parts of a head only copies.
 //!
-//! The keys and values of a block may be those of an earlier one: the gradients of all that read them are added from the last block to the
-//! first.
+//! The keys and values of a block may be those of an earlier one: the gradients of all that read them are added from the last block to
+//! the first.
 
 use super::WIDTH;
 use super::arithmetic::{self, gated_backward};
