@@ -422,7 +422,7 @@ fn changed_configs_are_refused() {
         let views: BTreeMap<_, _> = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.view())).collect();
         assert!(Model::of_tensors(&good, &views, Precision::Fp32, None, &cpu).is_ok(), "{name}");
         let mut pick = Choices(5);
-        for _ in 0..150 {
+        for _ in 0..60 {
             let (mut c, n) = (good.clone(), pick.of(&SIZES));
             let which = pick.below(c.blocks.len());
             match pick.below(8) {
