@@ -1019,19 +1019,6 @@ impl Tensor {
         Ok(TensorMut { layout: Layout::contiguous(shape)?, ..self.view_mut() })
     }
 
-    /// Some entries of the first axis, to be read in another shape.
-    ///
-    /// # Errors
-    /// As [`TensorRef::new`].
-    ///
-    /// # Panics
-    /// When they are not there.
-    pub fn rows_as(&self, rows: Range<usize>, shape: &[usize]) -> Result<TensorRef<'_>, Error> {
-        let rows = self.rows(rows);
-        crate::check_len("tensor", "data", "of its shape", rows.layout.count().expect("it is a part"), shape)?;
-        Ok(TensorRef { layout: Layout::contiguous(shape)?, ..rows })
-    }
-
     /// Some entries of the first axis, to be read.
     ///
     /// # Panics

@@ -82,15 +82,24 @@ pub(crate) fn forward(
         let of_state = |axes: &[usize]| [&[of.len()], axes].concat();
         // Where the run is not all of the step, what it reads and makes are tensors of their own.
         let some = tokens.iter().map(|(_, x, _)| cut(pass, x, rows)).collect::<Result<Vec<_>, _>>()?;
+        let copied = before.iter().map(|before| before.rows.as_ref().map(|x| cut(pass, x, of)).transpose());
+        let begun = copied.collect::<Result<Vec<_>, _>>()?;
         let mut made = room(pass, y, rows)?;
         let mut ended = next.iter().map(|x| room(pass, x, of)).collect::<Result<Vec<_>, _>>()?;
         let mut inputs = Vec::new();
         for ((name, x, axes), some) in tokens.iter().zip(&some) {
             inputs.push((*name, some.as_ref().unwrap_or(x).view_as(&of_tokens(axes))?));
         }
-        for (Kept { part, names: [name, _], axes }, before) in kept.iter().zip(&before) {
-            let rows = before.rows.as_ref().unwrap_or(state.part(*part));
-            inputs.push((*name, rows.rows_as(before.first + of.start..before.first + of.end, &of_state(axes))?));
+        for (Kept { part, names: [name, _], axes }, (before, some)) in kept.iter().zip(before.iter().zip(&begun)) {
+            let shape = of_state(axes);
+            let rows = match &before.rows {
+                Some(x) => some.as_ref().and_then(Option::as_ref).unwrap_or(x).view_as(&shape)?,
+                None => {
+                    let there = state.rows_of(*part, before.first + of.start..before.first + of.end);
+                    TensorRef::new(there, &shape)?
+                }
+            };
+            inputs.push((*name, rows));
         }
         inputs.extend_from_slice(weights);
         let mut outputs = vec![(output, made.as_mut().unwrap_or(y).view_mut_as(&of_tokens(axes))?)];

@@ -11,6 +11,7 @@ use crate::ModelError;
 use crate::machine::{Index, Machine};
 use samebits_ops::Tensor;
 use samebits_ops::device::Part;
+use std::ops::Range;
 
 /// What a layer keeps: some parts, each `[rows,width]` in f32.
 pub(crate) struct Recurrent(Vec<Tensor>);
@@ -24,9 +25,11 @@ impl Recurrent {
         Ok(Recurrent(widths.iter().map(part).collect::<Result<_, _>>()?))
     }
 
-    /// All rows of a part.
-    pub fn part(&self, part: usize) -> &Tensor {
-        &self.0[part]
+    /// Some rows of a part on the host.
+    pub fn rows_of(&self, part: usize, rows: Range<usize>) -> &[f32] {
+        let width = self.width(part);
+        let all = self.0[part].as_slice::<f32>().expect("they are f32, and on the host");
+        &all[rows.start * width..rows.end * width]
     }
 
     /// Elements of a row of a part.
@@ -110,7 +113,7 @@ impl RowPool {
         if sequence.rows.next.is_some() {
             return Ok(false);
         }
-        let on_device = |layer: &LayerState| matches!(layer, LayerState::Recurrent(rows) if !rows.part(0).is_on_host());
+        let on_device = |layer: &LayerState| matches!(layer, LayerState::Recurrent(rows) if !rows.0[0].is_on_host());
         let least = if layers.iter().any(on_device) { LEAST_ROWS } else { 0 };
         let grown = self.pool.next_len().map(|len| len.max(least));
         if let Some(len) = grown {
