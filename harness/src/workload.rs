@@ -338,7 +338,7 @@ impl Plan {
             inputs.iter().map(|(input, dtype, shape)| Given { name: input.name, dtype: *dtype, shape }).collect();
         let call = validate(op, &forms, attributes, out).map_err(|e| e.to_string())?;
         if let (Some(tokens), Some(keys)) = (call.dims.get("T"), keys(&call))
-            && keys < *tokens
+            && keys < tokens
         {
             return Err(format!("{field}T={tokens}: use at most the number of keys, {keys}"));
         }
