@@ -197,7 +197,7 @@ impl Kernel for Across<'_> {
             let state = &mut state[at / WIDE * WIDE * n..][..WIDE * n];
             let within = at % WIDE;
             let mut width = n.min(LANES);
-            if n <= LANES && n >= 4 && n.is_power_of_two() {
+            if (4..=LANES).contains(&n) && n.is_power_of_two() {
                 // The first two levels of the sum of lanes, on the way.
                 width = n / 4;
                 for j in 0..width {
