@@ -205,7 +205,7 @@ def routing(model, tokens, noise=None):
         model(tokens, use_cache=False)
     for hook in hooks:
         hook.remove()
-    return chosen.all(tokens.shape)
+    return chosen.all(tokens.shape[1:])
 
 
 def main():
