@@ -23,7 +23,7 @@ use crate::pass::Pass;
 use crate::sums::{Of, Sums};
 use samebits_ops::device::Part;
 use samebits_ops::{Attributes, Cpu, DType, GemmDw, RopeTable, Tensor, TensorRef, gemm_dw};
-use std::borrow::Borrow;
+use std::borrow::{Borrow, Cow};
 use std::collections::BTreeMap;
 
 /// A reverse pass over the rows of a micro-batch.
@@ -115,7 +115,7 @@ impl<'a, 'p> Backward<'a, 'p> {
     }
 }
 
-impl Backward<'_, '_> {
+impl<'a> Backward<'a, '_> {
     /// Shows the gradient of a site of the block that is gone back through, as [`Pass::see`].
     pub fn see(&mut self, site: &'static str, values: &mut Tensor) -> Result<(), ModelError> {
         self.pass.see(site, values)
@@ -124,6 +124,14 @@ impl Backward<'_, '_> {
     /// The same of another block, or of none, as [`Pass::see_at`].
     pub fn see_at(&mut self, layer: Option<usize>, site: &'static str, values: &mut Tensor) -> Result<(), ModelError> {
         self.pass.see_at(layer, site, values)
+    }
+
+    /// The mask of so many rows for each token.
+    pub fn mask_of_rows(&self, of_token: usize) -> Cow<'a, [i32]> {
+        match of_token {
+            1 => Cow::Borrowed(self.mask),
+            _ => self.mask.iter().flat_map(|&mask| std::iter::repeat_n(mask, of_token)).collect(),
+        }
     }
 
     /// A gradient as products read it.

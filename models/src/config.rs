@@ -229,12 +229,15 @@ impl Config {
         self.unused.iter().find(|(beginning, _)| name.starts_with(beginning)).map(|(_, what)| *what)
     }
 
+    /// The number of the block that a tensor is of, and its name within.
+    fn within_block<'n>(&self, name: &'n str) -> Option<(usize, &'n str)> {
+        let (block, rest) = name.strip_prefix(self.stack)?.strip_prefix('.')?.split_once('.')?;
+        Some((block.parse().ok()?, rest))
+    }
+
     /// Whether a tensor would make keys or values of a layer that reads those of another.
     fn is_lent(&self, name: &str) -> bool {
-        let within = name.strip_prefix(self.stack).and_then(|name| name.strip_prefix('.')?.split_once('.'));
-        let Some((block, part)) = within.and_then(|(block, part)| Some((block.parse::<usize>().ok()?, part))) else {
-            return false;
-        };
+        let Some((block, part)) = self.within_block(name) else { return false };
         let Some(plan) = self.first_attention(block).filter(|plan| plan.lender.is_some()) else { return false };
         let attention::QkvNames::Each([_, k, v]) = plan.names.qkv else { return false };
         let of = |name: &str| part.strip_prefix(name).is_some_and(|end| end.starts_with('.'));
@@ -354,9 +357,8 @@ impl Config {
 
     /// The name of a tensor under the first use of its shared block, where this is its name under a later one.
     pub(crate) fn shared_name(&self, name: &str) -> Option<String> {
-        let (block, rest) = name.strip_prefix(self.stack)?.strip_prefix('.')?.split_once('.')?;
-        let block = self.blocks.get(block.parse::<usize>().ok()?)?;
-        let plan = self.shared.get(block.iter().find_map(|branch| branch.ahead.as_ref())?.of)?;
+        let (block, rest) = self.within_block(name)?;
+        let plan = self.shared.get(self.blocks.get(block)?.iter().find_map(|branch| branch.ahead.as_ref())?.of)?;
         let rest = rest.strip_prefix(plan.name)?.strip_prefix('.')?;
         Some(format!("{}{rest}", self.shared_prefix(plan))).filter(|first| first != name)
     }

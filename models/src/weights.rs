@@ -323,11 +323,15 @@ impl<'a> Weights<'a> {
 
     /// [`Weights::fit`] where what does not fit is refused; lines on what is passed by.
     pub fn check(&mut self, config: &Config, wanted: BTreeMap<String, Vec<usize>>) -> Result<Vec<String>, ModelError> {
-        let unused = |what| -> Vec<String> {
-            let left = self.left().map(|(name, _)| name).filter(|name| config.unused(name) == Some(what));
-            left.cloned().collect()
-        };
-        let [images, sounds, lent] = [IMAGES, SOUNDS, LENT].map(unused);
+        let [mut images, mut sounds, mut lent] = [const { Vec::new() }; 3];
+        for (name, _) in self.left() {
+            match config.unused(name) {
+                Some(IMAGES) => images.push(name.clone()),
+                Some(SOUNDS) => sounds.push(name.clone()),
+                Some(LENT) => lent.push(name.clone()),
+                _ => {}
+            }
+        }
         let (complaints, buffers) = self.fit(config, wanted);
         ModelError::all(few(complaints))?;
         let passed = [

@@ -42,10 +42,10 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     c.finish = f.positive("final_logit_softcapping").map(Finish::Softcap);
     c.block_factor = Some("layer_scalar");
     let windows = windows_of(f, layers);
-    let heads = heads_of(c, f, &windows);
+    let twins = f.flag("attention_k_eq_v", false);
+    let heads = heads_of(c, f, &windows, twins);
     let lenders = lenders(f, &windows);
     let ropes = ropes(c, f, &windows, &heads);
-    let twins = f.flag("attention_k_eq_v", false);
     let (bias, wide) = (f.flag("attention_bias", false), f.flag("use_double_wide_mlp", false));
     let width = f.required_size("intermediate_size");
     let experts = f.flag("enable_moe_block", false).then(|| experts(c, f));
@@ -86,9 +86,8 @@ fn windows_of(f: &Fields, layers: usize) -> Vec<Option<usize>> {
 }
 
 /// The heads of each layer: as `per_layer_config` says, or those without a window as the fields of these do.
-fn heads_of(c: &Config, f: &Fields, windows: &[Option<usize>]) -> Vec<attend::Heads> {
+fn heads_of(c: &Config, f: &Fields, windows: &[Option<usize>], twins: bool) -> Vec<attend::Heads> {
     let heads = attend::Heads { scale: 1.0, ..heads(c, f, Missing::Refused, Missing::Refused) };
-    let twins = f.flag("attention_k_eq_v", false);
     let own = f.object("per_layer_config");
     let (mut dim, mut keys) = (heads.key_dim, heads.keys);
     let globals = ["global_head_dim", "num_global_key_value_heads"];

@@ -104,7 +104,7 @@ impl HeadNorm {
         let (x, dy) = (("x", x.view_as(&rows)?), ("dy", dy.view_as(&rows)?));
         // Each head of a token counts.
         let of_token = rows[0] / shape[0].max(1);
-        let mask: Vec<i32> = back.mask.iter().flat_map(|&mask| vec![mask; of_token]).collect();
+        let mask = back.mask_of_rows(of_token);
         if self.plan.weights {
             let of = (Of::whole(&self.weight.name), None, rows[1]);
             back.add_vector(["rms_norm_dw", "dw"], &norm.of_gradient(), of, &[x, dy], &mask)?;

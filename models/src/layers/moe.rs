@@ -435,7 +435,7 @@ impl Moe {
         experts: &[i32],
         dweight: &mut Tensor,
     ) -> Result<(), ModelError> {
-        let (size, f32, chosen) = ([experts.len(), 1], DType::Fp32, self.plan.chosen);
+        let (size, f32) = ([experts.len(), 1], DType::Fp32);
         let (mut deach, mut dbefore) = (back.pass.empty(f32, &size)?, back.pass.empty(f32, &size)?);
         let own: Vec<i32> = (0..experts.len() as i32).collect();
         let factors = scale.w.as_slice::<f32>().expect("it is f32, and on the host");
@@ -448,7 +448,7 @@ impl Moe {
         ];
         let outputs = [("dx", deach.view_mut()), ("dweight", dbefore.view_mut())];
         back.pass.op("combine_backward", &Attributes::new(), &inputs, outputs)?;
-        let mask: Vec<i32> = (0..experts.len()).map(|choice| back.mask[choice / chosen]).collect();
+        let mask = back.mask_of_rows(self.plan.chosen);
         let (dw, rows) = back.sums.table(Of::table(&scale.name), 1, experts)?;
         let deach = deach.as_slice::<f32>().expect("it is f32, and on the host");
         embedding_dw(back.cpu, 1, deach, &rows, Some(&mask), dw)?;

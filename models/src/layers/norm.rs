@@ -168,7 +168,7 @@ impl Norm {
         dy: &Tensor,
         of_token: usize,
     ) -> Result<Tensor, ModelError> {
-        let mask: Vec<i32> = back.mask.iter().flat_map(|&mask| std::iter::repeat_n(mask, of_token)).collect();
+        let mask = back.mask_of_rows(of_token);
         self.add_gradients(back, x, dy, &mask)?;
         let mut dx = back.pass.empty(DType::Fp32, x.shape())?;
         self.backward_as(back, x.view(), dy.view(), dx.view_mut())?;

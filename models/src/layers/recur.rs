@@ -65,14 +65,13 @@ pub(crate) fn forward(
     for kept in kept {
         let size = [sequences, state.width(kept.part)];
         // Rows one behind the other are read where they stand.
-        let first = state.first_of(read, sequences);
-        let copied = if first.is_some() { None } else { Some(pass.room(BEFORE[kept.part], DType::Fp32, &size)?) };
-        before.push(match copied {
-            Some(mut rows) => {
+        before.push(match state.first_of(read, sequences) {
+            Some(first) => Before { rows: None, first },
+            None => {
+                let mut rows = pass.room(BEFORE[kept.part], DType::Fp32, &size)?;
                 state.read(machine, kept.part, read, &mut rows)?;
                 Before { rows: Some(rows), first: 0 }
             }
-            None => Before { rows: None, first: first.unwrap_or(0) },
         });
         next.push(pass.room(NEXT[kept.part], DType::Fp32, &size)?);
     }
