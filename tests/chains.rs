@@ -1,5 +1,6 @@
 //! Whole models in use: what was sampled is scored again bit for bit, and a mutant is traced to its layer.
 
+mod covering;
 #[path = "chains/gradients.rs"]
 mod gradients;
 #[path = "chains/nonfinite.rs"]
@@ -18,8 +19,8 @@ use samebits_contract::table::{Contract, Slice};
 use samebits_contract::tensor::DType;
 use samebits_harness::dump::{Divergence, Reader, Writer, compare};
 use samebits_models::{
-    Audit, Model, ModelError, PageOrder, Precision, Probe, RopeLength, Run, Sample, Sampling, Schedule, Seen, Serving,
-    Stop,
+    Audit, Config, Family, Model, ModelError, PageOrder, Precision, Probe, RopeLength, Run, Sample, Sampling, Schedule,
+    Seen, Serving, Stop,
 };
 use samebits_mutants::{ModelMutant, ModelMutation};
 use samebits_ops::{Cpu, Isa};
@@ -51,6 +52,11 @@ fn every_checkpoint_is_a_case_of_the_contract() {
         let stored = if name == "llama-linear" { DType::Fp16 } else { DType::Bf16 };
         assert_eq!(dtypes, [stored, DType::Fp32], "{name}");
     }
+    let family = |name: String| Config::load(&checkpoint(&name)).unwrap().family.name();
+    let families: BTreeSet<&str> = names().into_iter().map(family).collect();
+    let without: Vec<&str> =
+        Family::all().iter().map(|family| family.name()).filter(|f| !families.contains(f)).collect();
+    assert!(without.is_empty(), "families without a checkpoint: {without:?}");
 }
 
 fn load(dir: &Path) -> Model {
@@ -82,20 +88,14 @@ const SERVINGS: [Serving; 4] = [
     Serving { batch: 64, chunk: 1, page_size: 16, page_order: PageOrder::Scattered, share_prompts: false },
 ];
 
-/// One checkpoint of every family; with SAMEBITS_CHECKPOINTS=all, as in ci/nightly, all. The others of a family turn positions
-/// in another way, which `conformance` runs on every schedule.
+/// The others, which have the same layers, turn positions in another way: `conformance` runs that on every schedule.
 #[test]
 fn what_was_sampled_is_scored_the_same_to_the_bit() {
-    let all = std::env::var("SAMEBITS_CHECKPOINTS").is_ok_and(|which| which == "all");
-    let mut families = BTreeSet::new();
-    for name in names() {
+    for name in covering::checkpoints(&checkpoint("")) {
         // Where the scaling depends on a length, texts of all of the model's positions.
         let model = load(&checkpoint(&name));
         let longest = model.config().max_positions;
         let model = model.with_rope_length(RopeLength::Declared(longest)).unwrap();
-        if !families.insert(model.config().family.name()) && !all {
-            continue;
-        }
         let sampling = Sampling { samples: 2, max_tokens: 64, temperature: 0.8, seed: 11, ignore_eos: true };
         let expected = rollout(&model, &Cpu::best(), &sampling, &SERVINGS[0]);
         assert_eq!(expected.len(), 16, "{name}");

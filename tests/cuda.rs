@@ -1,6 +1,7 @@
 //! The device's kernels without a device: their text runs in an emulator (`tests/cuda`), under the same host code as on a
 //! GPU, and must give the bits of `ours/cpu`. Mutants, kernels with one change, must be caught.
 
+mod covering;
 #[path = "cuda/emulator.rs"]
 mod emulator;
 #[path = "vector_files.rs"]
@@ -57,7 +58,7 @@ fn main() {
     for mutant in MUTANTS {
         trials.push(Trial::test(format!("mutants::{}", mutant.name), move || caught(mutant)));
     }
-    for name in checkpoints() {
+    for name in covering::checkpoints(&checkpoint("")) {
         trials.push(Trial::test(format!("models::{name}"), move || model(&name)));
     }
     trials.push(Trial::test("models::other_precisions", other_precisions));
@@ -2009,15 +2010,6 @@ fn linear(m: usize, v: usize) -> Case {
 
 fn checkpoint(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name)
-}
-
-fn checkpoints() -> Vec<String> {
-    let entries = std::fs::read_dir(checkpoint("")).expect("tests/checkpoints can be read");
-    let mut names: Vec<String> =
-        entries.filter_map(|entry| entry.expect("it can be read").file_name().into_string().ok()).collect();
-    names.sort();
-    assert!(names.len() >= samebits_models::Family::all().len(), "{names:?}");
-    names
 }
 
 /// Three sequences of the model's vocabulary, of different lengths.

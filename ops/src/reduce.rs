@@ -400,8 +400,8 @@ fn sweep_products<S: Simd, T: Storage, const GROUP: usize>(s: S, a: &[f32], b: &
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::{Cpu, Isa};
 
@@ -428,8 +428,7 @@ mod tests {
     }
 
     /// More elements than two tiles hold.
-    #[test]
-    fn products_of_a_long_row() {
+    pub(crate) fn products_of_a_long_row() {
         let n = 2 * TILE + LANES + 3;
         let values = |step: usize| (0..n).map(|i| ((i * step % 1009) as f32 - 504.0) / 67.0).collect::<Vec<f32>>();
         let (a, b) = (values(7919), values(104_729));
@@ -443,8 +442,7 @@ mod tests {
     }
 
     /// Products that underflow leave -0 in their lanes; a lane without elements makes the sum +0.
-    #[test]
-    fn the_sign_of_a_zero() {
+    pub(crate) fn the_sign_of_a_zero() {
         for (n, expected) in [(1, 0.0f32), (LANES - 1, 0.0), (LANES, -0.0), (LANES + 1, -0.0)] {
             let (a, b) = (vec![-1e-30f32; n], vec![1e-30f32; n]);
             for isa in Isa::of_machine() {
@@ -502,8 +500,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn eight_sums_are_those_of_lanes() {
+    pub(crate) fn eight_sums_are_those_of_lanes() {
         // Halves of lanes cancel, so that what was rounded before stays in sight.
         let sign = |i: usize| if (i / (LANES / 2)).is_multiple_of(2) { 1.0 } else { -1.0 };
         let x: Vec<f32> = (0..8 * EightSums::LEN).map(|i| sign(i) * ((i * 389 % 6007) as f32 / 37.0 + 0.01)).collect();
@@ -519,8 +516,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn lanes_are_used_again_and_by_pairs() {
+    pub(crate) fn lanes_are_used_again_and_by_pairs() {
         let x: Vec<f32> = (0..3 * LANES + 41).map(|i| (i * 389 % 601) as f32 / 37.0 + 0.01).collect();
         for isa in Isa::of_machine() {
             let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();

@@ -1,6 +1,6 @@
 //! Training: killed at any time and started again, or run in another way, it ends with the same bits.
 
-use super::{checkpoint, samebits};
+use super::{checkpoint, covering, samebits};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use samebits_ops::Isa;
@@ -60,11 +60,6 @@ fn apart(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum::<f64>() / a.len() as f64
 }
 
-/// What runs on the way of the tests of a change, and what besides with SAMEBITS_CHECKPOINTS=all, as in ci/nightly.
-fn all() -> bool {
-    std::env::var("SAMEBITS_CHECKPOINTS").is_ok_and(|which| which == "all")
-}
-
 /// From fresh weights: in fp32 every loss is within 1e-3 of torch's, in bf16 the curves are, over all seeds together, no
 /// further from torch's fp32 than those of its mixed precision. One curve alone may be near or far by chance.
 #[test]
@@ -79,7 +74,7 @@ fn loss_curves_are_as_near_as_those_of_torch() {
         let of = |way: &str| -> Vec<f64> { run[way].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect() };
         let (fp32, mixed, model) = (of("fp32"), of("mixed"), dir.path().join(seed.to_string()));
         fresh("qwen3-adder", seed as u64, &model);
-        if seed == 0 || all() {
+        if seed == 0 || covering::all() {
             let found = losses(&steps_of("qwen3-adder", &model, STEPS, "--micro-batch 8 --dtype fp32"));
             assert!(fp32[STEPS - 1] < fp32[0] - 1.0, "it learns nothing");
             let most = found.iter().zip(&fp32).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
@@ -117,7 +112,7 @@ fn fresh_weights_have_one_hash_in_every_way_to_run() {
         fresh(name, 0, &model);
         let expected = steps_of(name, &model, steps, "--threads 2");
         assert_eq!(expected.len(), steps, "{name}");
-        let ways = if all() || steps == 2 { WAYS.len() } else { 2 };
+        let ways = if covering::all() || steps == 2 { WAYS.len() } else { 2 };
         for (way, isa) in WAYS[..ways].iter().zip(isas.iter().cycle()) {
             let words = format!("{way} --isa {isa}");
             assert_eq!(steps_of(name, &model, steps, &words), expected, "{name}: {words}");

@@ -162,8 +162,7 @@ fn shape([batch, queries, keys]: [usize; 3], heads: [usize; 2], [head_dim, value
 }
 
 /// Two tiles of rows, two blocks of keys, and ends of both; a group, a head by itself, entries with fewer keys or none.
-#[test]
-fn gradients_are_plain_on_every_plan() {
+pub(crate) fn gradients_are_plain_on_every_plan() {
     Case::<bf16>::new(shape([2, 99, 40], [2, 1], [20, 5]), &[40, 33], true).check::<f32>();
     Case::<f32>::new(shape([3, 5, 270], [1, 1], [3, 17]), &[270, 0, 258], false).check::<bf16>();
     let not_causal = Attention { causal: false, ..shape([1, 27, 70], [3, 3], [16, 70]) };
@@ -174,8 +173,7 @@ fn gradients_are_plain_on_every_plan() {
 }
 
 /// A window, chunks, a softcap, TF32, each where rows see some keys of a block alone.
-#[test]
-fn gradients_of_windows_and_caps_are_plain() {
+pub(crate) fn gradients_of_windows_and_caps_are_plain() {
     let window = Attention { window: Some(9), ..shape([1, 40, 300], [2, 1], [4, 4]) };
     let mut case = Case::<bf16>::new(window, &[299], false);
     // Some of the rows between see nothing of what the others see.
@@ -193,8 +191,7 @@ fn gradients_of_windows_and_caps_are_plain() {
 
 /// Infinities and NaN, in what tokens see and in what padding has: a score of -inf is as if it were not there, and what is
 /// not seen leaves nothing.
-#[test]
-fn gradients_beside_infinities_are_plain() {
+pub(crate) fn gradients_beside_infinities_are_plain() {
     for (at, cap) in [(0, None), (1, None), (2, None), (3, None), (1, Some(2.5))] {
         let shape = Attention { softcap: cap, ..shape([1, 29, 90], [2, 1], [5, 6]) };
         let mut case = Case::<f32>::new(shape, &[88], true);

@@ -18,7 +18,7 @@ use crate::call::Entry;
 pub(crate) const OPS: &[&Entry] =
     &[&attention::OP, &attention::PACKED, &attention::PAGED, &attention_backward::OP, &index_score::OP];
 
-#[cfg(test)]
-mod backward_tests;
-#[cfg(test)]
-mod tests;
+#[cfg(feature = "unit-tests")]
+pub(crate) mod backward_tests;
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests;

@@ -296,8 +296,7 @@ fn check(shape: Attention, form: Form, gaps: [usize; 2], sequences: &[Sequence])
 const DENSE: [usize; 2] = [0, 0];
 
 /// Scales are such that weights are of many magnitudes.
-#[test]
-fn few_rows_are_plain() {
+pub(crate) fn few_rows_are_plain() {
     check(shape([1, 1], [1, 1], 5.0), Form::Padded, DENSE, &[(&[4], 5)]);
     // Two heads at a time, where they stand.
     let causal = Attention { causal: true, ..shape([4, 2], [32, 16], 2.0) };
@@ -326,8 +325,7 @@ fn positions(first: i32) -> Vec<i32> {
     (first..first + 27).collect()
 }
 
-#[test]
-fn many_rows_are_plain() {
+pub(crate) fn many_rows_are_plain() {
     check(shape([5, 1], [17, 16], 5.0), Form::Padded, DENSE, &[(&positions(5)[..6], 40)]);
     // Two tiles; columns of the values are halved unevenly.
     let causal = Attention { causal: true, ..shape([4, 2], [16, 40], 2.0) };
@@ -366,8 +364,7 @@ fn check_changed<I: Element>(shape: Attention, change: impl Fn(&mut Case<I>)) {
     }
 }
 
-#[test]
-fn scores_that_are_not_finite() {
+pub(crate) fn scores_that_are_not_finite() {
     let (inf, nan) = (bf16::INFINITY, bf16::NAN);
     let shape = shape([4, 2], [16, 16], 3.0);
     // Scores of the first sequence are -inf for one key head: they do not count, and neither do the values.
@@ -407,16 +404,14 @@ fn scores_that_are_not_finite() {
 }
 
 /// The first key is seen by the first query only, the last key by the last one.
-#[test]
-fn values_that_are_not_finite_are_added_where_they_are_seen() {
+pub(crate) fn values_that_are_not_finite_are_added_where_they_are_seen() {
     check_changed(shape([4, 2], [16, 16], 3.0), |case: &mut Case<bf16>| {
         let first = case.q_pos[0] as usize - 29;
         [first, 269].into_iter().for_each(|j| case.value(0, j, 1).fill(bf16::INFINITY));
     });
 }
 
-#[test]
-fn scores_of_any_size() {
+pub(crate) fn scores_of_any_size() {
     check_changed::<bf16>(shape([4, 2], [16, 16], 0.0), |_| ());
     // Their exponents have no fraction, or are infinite.
     for (scale, power) in [(1.0, 22), (30.0, 21), (2.0, 126), (200.0, 0)] {
@@ -434,8 +429,7 @@ fn scores_of_any_size() {
 
 /// Rows with reference points of their own, all of whose weights count to the last, which has a value that shows it; and such
 /// rows beside one whose last weights are nothing.
-#[test]
-fn weights_far_below_the_largest() {
+pub(crate) fn weights_far_below_the_largest() {
     for beyond in [false, true] {
         let mut case = Case::<f32>::new(shape([3, 1], [1, 5], 1.0), Form::Padded, DENSE, &[(&positions(0), 300)]);
         for j in 0..300 {
@@ -453,8 +447,7 @@ fn weights_far_below_the_largest() {
 }
 
 /// Products with all values but one vanish below zero: -0 is the sum of every block, and +0 that of the blocks.
-#[test]
-fn sums_of_blocks_begin_at_zero() {
+pub(crate) fn sums_of_blocks_begin_at_zero() {
     check_changed::<f32>(shape([4, 2], [1, 5], 1.0), |case| {
         case.q.fill(1.0);
         case.k.fill(-60.0);
@@ -468,8 +461,7 @@ fn sums_of_blocks_begin_at_zero() {
 }
 
 /// `VDPBF16PS` would flush products of these, or read them as zeros.
-#[test]
-fn small_operands_are_not_flushed() {
+pub(crate) fn small_operands_are_not_flushed() {
     for (head_dim, power) in [(32, -115), (69, -128)] {
         check_changed::<bf16>(shape([4, 2], [head_dim, 5], 2f64.powi(-5 - power)), |case| {
             let factors = [power / 2, power - power / 2].map(|power| 2f32.powi(power));
@@ -481,8 +473,7 @@ fn small_operands_are_not_flushed() {
     }
 }
 
-#[test]
-fn workspace_of_pairs_is_counted() {
+pub(crate) fn workspace_of_pairs_is_counted() {
     for isa in both_ways() {
         for (queries, dots, others) in [
             // The queries of six (sequence, key head), a panel of keys for either worker.
@@ -503,8 +494,7 @@ fn workspace_of_pairs_is_counted() {
     }
 }
 
-#[test]
-fn slow_paths_are_counted_and_refused() {
+pub(crate) fn slow_paths_are_counted_and_refused() {
     let power = |exponent: i32| bf16::from_f32(2f32.powi(exponent));
     let small = power(-120);
     // Few rows meet three panels of 32 keys; many are two tiles, which meet two blocks.
@@ -548,8 +538,7 @@ fn slow_paths_are_counted_and_refused() {
 }
 
 /// Two queries of a tile see keys far apart: those between are NaN here, and no score is made again for their sake.
-#[test]
-fn scores_that_nobody_sees_cost_nothing() {
+pub(crate) fn scores_that_nobody_sees_cost_nothing() {
     let shape = Attention { causal: true, window: Some(9), ..shape([8, 1], [16, 16], 1.0) };
     let mut nan = Case::<bf16>::new(shape, Form::Padded, DENSE, &[(&[20, 20, 20, 90], 91)]);
     nan.q.fill(bf16::from_bits(1));
@@ -608,8 +597,7 @@ impl Case<bf16> {
     }
 }
 
-#[test]
-fn few_rows_have_as_many_workers_as_they_have_work_for() {
+pub(crate) fn few_rows_have_as_many_workers_as_they_have_work_for() {
     let plan = |shape: Attention, threads: usize, value_dim: usize, sequences: &[Sequence]| {
         let case = Case::new(shape, Form::Padded, DENSE, sequences);
         let plan = case.plans(threads, value_dim, Streams::preferred);
@@ -631,8 +619,7 @@ fn few_rows_have_as_many_workers_as_they_have_work_for() {
     assert_eq!(kept, [4, 2, 1].map(|sequences| Some([sequences, 2])));
 }
 
-#[test]
-fn plans_go_from_the_preferred_one_to_the_smallest() {
+pub(crate) fn plans_go_from_the_preferred_one_to_the_smallest() {
     let sequences: [Sequence; 5] = [(&[0], 1); 5];
     let case = Case::new(shape([1, 1], [1, 1], 1.0), Form::Padded, DENSE, &sequences);
     let plans = |job: &Job<bf16>| -> Vec<usize> {
@@ -660,8 +647,7 @@ fn plans_go_from_the_preferred_one_to_the_smallest() {
 }
 
 /// Scores, queries of a dimension, 64 keys or values or as many as there are scores of, and two sums of each column.
-#[test]
-fn tiles_have_the_room_that_they_use() {
+pub(crate) fn tiles_have_the_room_that_they_use() {
     let case = Case::new(shape([2, 1], [1, 1], 1.0), Form::Padded, DENSE, &[(&[0; 17], 300)]);
     let room = |job: &Job<bf16>| -> Vec<usize> {
         successors(Some(Tiles::preferred(job)), Tiles::smaller).map(|plan| plan.need().slot).collect()

@@ -157,12 +157,11 @@ impl Pointwise for Xielu {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn the_density_is_rounded_once() {
+    pub(crate) fn the_density_is_rounded_once() {
         assert_eq!(IEEE.normal_density, (1.0 / (2.0 * std::f64::consts::PI).sqrt()) as f32);
     }
 }

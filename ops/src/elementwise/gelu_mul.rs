@@ -86,12 +86,11 @@ impl Pointwise for GeluMul {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn constants_are_rounded_once() {
+    pub(crate) fn constants_are_rounded_once() {
         assert_eq!(C, (2.0 * (2.0 / std::f64::consts::PI).sqrt()) as f32);
         assert_eq!(K, 0.044715f64 as f32);
     }

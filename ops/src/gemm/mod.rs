@@ -12,5 +12,5 @@ use crate::call::Entry;
 /// What is called by name.
 pub(crate) const OPS: &[&Entry] = &[&gemm::OP, &gemm_dx::OP, &gemm_dw::OP];
 
-#[cfg(test)]
+#[cfg(feature = "unit-tests")]
 pub(crate) mod tests;

@@ -116,8 +116,7 @@ const SIZES: [[usize; 3]; 14] = [
     [131, 63, 9],
 ];
 
-#[test]
-fn every_plan_makes_plain_chains() {
+pub(crate) fn every_plan_makes_plain_chains() {
     let isas: Vec<Isa> = Isa::of_machine().collect();
     for [m, n, k] in SIZES {
         let (x, w, bias) = (numbers::<bf16>(0, m * k), numbers::<bf16>(m * k, n * k), numbers::<bf16>(7, n));
@@ -164,8 +163,7 @@ fn check_gradient<I: Element, O: Element>(isas: &[Isa], [m, outputs, terms]: [us
     }
 }
 
-#[test]
-fn every_plan_of_the_gradient_makes_plain_chains() {
+pub(crate) fn every_plan_of_the_gradient_makes_plain_chains() {
     let isas: Vec<Isa> = Isa::of_machine().collect();
     for [m, outputs, terms] in
         [[1, 33, 0], [2, 70, 1], [5, 63, 33], [13, 56, 67], [25, 33, 100], [40, 33, 515], [131, 63, 9]]
@@ -219,8 +217,7 @@ fn check_weight_gradient<I: Element>([tokens, n, k]: [usize; 3], padded: bool, t
 }
 
 /// Several tiles to a task, several blocks of tokens, and more panels than are laid out at a time.
-#[test]
-fn every_plan_of_the_gradient_of_a_weight_makes_plain_chains() {
+pub(crate) fn every_plan_of_the_gradient_of_a_weight_makes_plain_chains() {
     check_weight_gradient::<bf16>([530, 13, 40], false, Tf32::Disabled);
     check_weight_gradient::<bf16>([17, 107, 33], true, Tf32::Disabled);
     check_weight_gradient::<f32>([9, 5, 2100], true, Tf32::Disabled);
@@ -239,8 +236,7 @@ fn every_plan_of_the_gradient_of_a_weight_makes_plain_chains() {
 
 /// Where `VDPBF16PS` is the slower one, coded panels are unpacked for multiply-adds: an emulated instruction set takes the way
 /// that this machine does not.
-#[test]
-fn the_other_way_makes_plain_chains() {
+pub(crate) fn the_other_way_makes_plain_chains() {
     let others = || Isa::all().filter(|isa| isa.available() && isa.emulates().is_some() && isa.has_dot());
     for [m, n, k] in [[24, 40, 100], [100, 56, 20], [25, 63, 33]] {
         let (x, w) = (numbers::<bf16>(0, m * k), numbers::<bf16>(m * k, n * k));
@@ -260,8 +256,7 @@ fn small(size: [usize; 3]) -> [Vec<bf16>; 2] {
     [x, w]
 }
 
-#[test]
-fn small_operands_are_not_flushed() {
+pub(crate) fn small_operands_are_not_flushed() {
     for size in [[24, 40, 300], [30, 70, 64], [25, 33, 1100]] {
         let [x, w] = small(size);
         check::<_, f32>(&Isa::of_machine().collect::<Vec<_>>(), size, &x, &w, None);
@@ -270,8 +265,7 @@ fn small_operands_are_not_flushed() {
 }
 
 /// Products below the smallest number in all eight segments make sums of -0. What fills the last pair of an odd k up leaves them.
-#[test]
-fn an_odd_end_leaves_minus_zero() {
+pub(crate) fn an_odd_end_leaves_minus_zero() {
     let tiny = bf16::from_f32(2f32.powi(-100));
     for [m, n] in [[1, 33], [3, 5], [24, 40]] {
         let (size, x, w) = ([m, n, 127], vec![-tiny; m * 127], vec![tiny; n * 127]);
@@ -281,8 +275,7 @@ fn an_odd_end_leaves_minus_zero() {
 }
 
 /// Panels of ordinary columns say so: their products are left to `VDPBF16PS`.
-#[test]
-fn the_gradient_of_ordinary_operands_takes_no_slow_path() {
+pub(crate) fn the_gradient_of_ordinary_operands_takes_no_slow_path() {
     let [m, outputs, terms] = [24, 40, 300];
     let (dy, w) = (numbers::<bf16>(0, m * terms), numbers::<bf16>(m * terms, terms * outputs));
     // Emulated ones too: so many rows are left to multiply-adds where those are faster.
@@ -296,8 +289,7 @@ fn the_gradient_of_ordinary_operands_takes_no_slow_path() {
     }
 }
 
-#[test]
-fn slow_paths_are_counted_and_refused() {
+pub(crate) fn slow_paths_are_counted_and_refused() {
     let [m, n, k] = [30, 70, 64];
     let [x, w] = small([m, n, k]);
     let ordinary = numbers::<bf16>(0, m * k);
@@ -341,8 +333,7 @@ fn slow_paths_are_counted_and_refused() {
 }
 
 /// One tile or two of a row: with ordinary weights, ones that `VDPBF16PS` would flush, or both.
-#[test]
-fn the_kernels_that_ran_are_named() {
+pub(crate) fn the_kernels_that_ran_are_named() {
     let (x, k) = ([bf16::from_f32(2f32.powi(-60)); 4], 4);
     for isa in Isa::of_machine() {
         let [dot, plain] = [isa.name(), isa.without_dot().name()];
@@ -356,8 +347,7 @@ fn the_kernels_that_ran_are_named() {
     }
 }
 
-#[test]
-fn a_packed_weight_holds_every_bit() {
+pub(crate) fn a_packed_weight_holds_every_bit() {
     for isa in Isa::of_machine() {
         let [n, k] = [56, 67];
         let cpu = Cpu::new(isa, 2, usize::MAX).unwrap();
@@ -389,8 +379,7 @@ fn a_packed_weight_holds_every_bit() {
 }
 
 /// A panel that is not full stands where a full one of weights that `VDPBF16PS` would flush stood before.
-#[test]
-fn what_stands_beside_the_last_outputs_is_no_weight() {
+pub(crate) fn what_stands_beside_the_last_outputs_is_no_weight() {
     let (m, n, tiny) = (13, 40, bf16::from_bits(3));
     for isa in Isa::of_machine() {
         let (cpu, mut dx) = (Cpu::new(isa, 1, usize::MAX).unwrap(), vec![0f32; m * 64]);
@@ -402,8 +391,7 @@ fn what_stands_beside_the_last_outputs_is_no_weight() {
 }
 
 /// A square weight fits both ways; the one that it was not packed for is refused.
-#[test]
-fn a_weight_packed_for_another_op_is_refused() {
+pub(crate) fn a_weight_packed_for_another_op_is_refused() {
     let (cpu, x, mut y) = (Cpu::best(), [1f32; 4], [0f32; 4]);
     let [of_gemm, of_dx] = [PackedWeight::pack, PackedWeight::pack_for_dx].map(|pack| pack(&cpu, 2, 2, &x).unwrap());
     let refused = gemm_packed(&cpu, &Gemm::new(2, 2, 2), &x, &of_dx, None, &mut y).unwrap_err().to_string();
@@ -414,8 +402,7 @@ fn a_weight_packed_for_another_op_is_refused() {
 }
 
 /// A part that is no subtree is refused by the names of the op's own fields.
-#[test]
-fn parts_are_refused_by_name() {
+pub(crate) fn parts_are_refused_by_name() {
     let (cpu, x, mut y) = (Cpu::best(), [1f32; 16], [0f32; 1]);
     for (n_offset, n_total, why) in [
         (16, 24, "rows of w 16+16 exceed n_total 24"),
@@ -433,8 +420,7 @@ fn parts_are_refused_by_name() {
 }
 
 /// TF32 reads the matrix as it is, and what is packed is not packed again.
-#[test]
-fn a_weight_is_packed_where_that_is_of_use() {
+pub(crate) fn a_weight_is_packed_where_that_is_of_use() {
     let (cpu, w) = (Cpu::best(), [1f32, 2.0, 3.0, 4.0]);
     let packed = PackedWeight::pack(&cpu, 2, 2, &w).unwrap();
     for (tf32, w, of_use) in [

@@ -126,5 +126,5 @@ pub fn dot_is_exact(least_left: f32, least_right: f32) -> bool {
     normal(least_left) && normal(least_right) && exponent(least_left) + exponent(least_right) >= -112
 }
 
-#[cfg(test)]
-mod tests;
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests;

@@ -730,5 +730,5 @@ fn widen_range<S: Simd>(s: S, i: S::F, state: &mut [f32]) {
     move_range(&exponents[..S::LANES], state);
 }
 
-#[cfg(test)]
-mod tests;
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests;

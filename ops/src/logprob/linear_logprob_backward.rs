@@ -599,5 +599,5 @@ fn dense_rows<'r, I: Element>(cpu: &Cpu, all: Rows<'r, I>, rows: Range<usize>, r
     TensorRef::of(&*copy, &shape).rows()
 }
 
-#[cfg(test)]
-mod tests;
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests;

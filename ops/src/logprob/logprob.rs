@@ -548,8 +548,8 @@ pub(super) fn join([s0, s1, s2, s3, s4, s5, s6, s7]: [f32; 8]) -> f32 {
     ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::Isa;
 
@@ -561,8 +561,7 @@ mod tests {
     }
 
     /// Half the temperature is twice the logits, exactly, where weights are near to each other and where they are not.
-    #[test]
-    fn logits_are_divided_by_the_temperature() {
+    pub(crate) fn logits_are_divided_by_the_temperature() {
         for isa in Isa::of_machine() {
             let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
             for least in [-4.0, -200.0] {
@@ -580,8 +579,7 @@ mod tests {
 
     /// Tokens of any probability, also of one so near to 1 that f32 cannot hold it, wherever the row lies: the error is a few
     /// units of 2^-24 of the log-probability itself.
-    #[test]
-    fn log_probabilities_are_near_in_every_regime() {
+    pub(crate) fn log_probabilities_are_near_in_every_regime() {
         let (vocab, cpu) = (1000, Cpu::best());
         let mut worst = 0f64;
         for offset in [0.0f32, 10.0, 1e3, -1e3, 4.5e4, 1e5, -1e5, 1e6, 1e7, -1e7] {

@@ -314,15 +314,14 @@ fn divide<S: Simd, O: Element>(s: S, w: &[f32], sum: f32, pairs: bool, stream: &
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::Isa;
     use crate::logprob::logprob::Origin;
 
     /// Rows whose divisions wait for the next row, beside rows that take the other ways, have the bits of each alone.
-    #[test]
-    fn rows_of_every_kind_side_by_side() {
+    pub(crate) fn rows_of_every_kind_side_by_side() {
         rows_of_every_kind::<f32>();
         // By pairs.
         rows_of_every_kind::<half::bf16>();

@@ -279,13 +279,12 @@ pub fn combine_backward_at<I: Stored, O: Stored>(
     unsafe { device.launch(build, NAME, [row.len().div_ceil(4), 1, 1], 128, 0, &arguments) }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
     /// Sums of nothing are +0.
-    #[test]
-    fn rows_without_elements_have_weights_gradients_of_zero() {
+    pub(crate) fn rows_without_elements_have_weights_gradients_of_zero() {
         let shape = Combine { tokens: 1, chosen: 2, rows: 3, n: 0 };
         let (mut dx, mut dweight) = ([0f32; 0], [f32::NAN; 2]);
         combine_backward(&Cpu::best(), &shape, [&[0f32; 0]; 2], &[2, 0], &[1.0; 2], &mut dx, &mut dweight).unwrap();

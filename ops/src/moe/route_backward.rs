@@ -342,13 +342,12 @@ pub fn route_backward_at<I: Stored>(
     unsafe { device.launch(Build::of::<I, f32>(NAME), NAME, [tokens.div_ceil(4), 1, 1], 128, 0, &arguments) }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
     /// A rank beyond the last stands in nobody's place, the next row's neither.
-    #[test]
-    fn ranks_are_those_of_the_chosen_once_each() {
+    pub(crate) fn ranks_are_those_of_the_chosen_once_each() {
         let shape = Route {
             tokens: 2,
             experts: 3,

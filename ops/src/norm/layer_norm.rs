@@ -266,8 +266,8 @@ fn scale<S: Simd, I: Element, O: Element>(s: S, d: &[f32], r: S::F, affine: [Opt
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::{Isa, bf16, f16};
     use samebits_schema::sample::Random;
@@ -321,8 +321,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn it_is_the_page_on_every_instruction_set() {
+    pub(crate) fn it_is_the_page_on_every_instruction_set() {
         let mut random = Random::new(7);
         for _ in 0..60 {
             is_the_page::<bf16, bf16>(&mut random);

@@ -409,8 +409,8 @@ impl<S: Simd, I: Element, W: Element, N: Element, O: Element, const HF: bool, co
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::Isa;
     use crate::gemm::tests::number;
@@ -432,8 +432,7 @@ mod tests {
     }
 
     /// Many rows, whose weights are laid out, are each what they are alone.
-    #[test]
-    fn a_row_among_many_is_the_row_alone() {
+    pub(crate) fn a_row_among_many_is_the_row_alone() {
         let count = 9;
         for (isa, n) in Isa::of_machine().flat_map(|isa| [32, 96, 100, LAID_OUT, LAID_OUT + 32].map(|n| (isa, n))) {
             let (cpu, x) = (Cpu::new(isa, 1, usize::MAX).unwrap(), rows(count, n));

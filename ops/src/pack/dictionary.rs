@@ -258,5 +258,5 @@ impl<'a> DictionaryPanel<'a> {
     }
 }
 
-#[cfg(test)]
+#[cfg(feature = "unit-tests")]
 pub mod tests;

@@ -552,5 +552,5 @@ pub fn as_words_of<T: Element>(elements: &mut [T]) -> &mut [u32] {
     words
 }
 
-#[cfg(test)]
-mod tests;
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests;

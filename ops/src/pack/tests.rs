@@ -34,8 +34,7 @@ fn assert_laid_out(
     }
 }
 
-#[test]
-fn rows_become_pairs() {
+pub(crate) fn rows_become_pairs() {
     for cpu in cpus() {
         for k in [0, 1, 2, 3, 6, 31, 32, 35, 66, 129] {
             for rows in [0, 1, 2, 7, 8, 9, 16, 17, 33] {
@@ -86,8 +85,7 @@ impl Kernel for Pairs<'_> {
     }
 }
 
-#[test]
-fn parts_of_rows_become_pairs() {
+pub(crate) fn parts_of_rows_become_pairs() {
     const LEN: usize = 100;
     for cpu in cpus() {
         for count in [1, 2, 7, 8, 9, 16, 31, 32] {
@@ -154,8 +152,7 @@ fn rows_become_floats<I: Element>() {
     }
 }
 
-#[test]
-fn rows_of_every_type_become_floats() {
+pub(crate) fn rows_of_every_type_become_floats() {
     rows_become_floats::<f32>();
     rows_become_floats::<bf16>();
     rows_become_floats::<f16>();
@@ -192,15 +189,13 @@ fn columns_become_floats<I: Element>() {
     }
 }
 
-#[test]
-fn columns_of_every_type_become_floats() {
+pub(crate) fn columns_of_every_type_become_floats() {
     columns_become_floats::<f32>();
     columns_become_floats::<bf16>();
     columns_become_floats::<f16>();
 }
 
-#[test]
-fn columns_become_pairs() {
+pub(crate) fn columns_become_pairs() {
     for cpu in cpus() {
         for (columns, k) in COLUMNS.into_iter().flat_map(|columns| [0, 1, 2, 3, 6, 35].map(|k| (columns, k))) {
             // Rows begin in the middle of a word.
@@ -218,8 +213,7 @@ fn columns_become_pairs() {
     }
 }
 
-#[test]
-fn outputs_that_are_too_short_are_refused() {
+pub(crate) fn outputs_that_are_too_short_are_refused() {
     for cpu in cpus() {
         let (x, k) = (vec![bf16::ONE; 80], 8);
         for (rows, stride, short, taken) in [(10, 10, 0, true), (10, 12, 1, false), (10, 9, 0, false)] {
@@ -255,8 +249,7 @@ fn row_with_least(len: usize, least: usize) -> (Vec<bf16>, f32) {
     (outside.into_iter().chain((0..len).map(of)).chain(outside).collect(), small.to_f32().abs())
 }
 
-#[test]
-fn the_least_magnitude_is_found_wherever_it_stands() {
+pub(crate) fn the_least_magnitude_is_found_wherever_it_stands() {
     for cpu in cpus() {
         for (len, least) in (1..=70).flat_map(|len| (0..len).map(move |least| (len, least))) {
             let (all, expected) = row_with_least(len, least);
@@ -283,8 +276,7 @@ fn the_least_magnitude_is_found_wherever_it_stands() {
     }
 }
 
-#[test]
-fn a_prefetch_ends_with_its_lines() {
+pub(crate) fn a_prefetch_ends_with_its_lines() {
     let x = [0u8; 200];
     assert_eq!([0, 1, 64, 65, 128, 129].map(|len| Prefetch::of(&x[..len]).lines()), [0, 1, 1, 2, 2, 3]);
     let line = |i: usize| x.as_ptr().cast::<i8>().wrapping_add(64 * i);
@@ -299,8 +291,7 @@ fn a_prefetch_ends_with_its_lines() {
     assert_eq!((Prefetch::default().lines(), Prefetch::NONE.bounds()), (0, None));
 }
 
-#[test]
-fn words_are_as_many_elements_as_fit() {
+pub(crate) fn words_are_as_many_elements_as_fit() {
     let mut words = [0x3F80_4000u32, 0x4040_4080, 0];
     assert_eq!(as_elements_mut::<f32>(&mut words).len(), 3);
     let halves = as_elements_mut::<bf16>(&mut words);

@@ -745,15 +745,14 @@ impl Double {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::gemm::tests::{bits, number};
     use crate::{Isa, bf16, rope_backward};
 
     /// One pair of elements after the other, as docs/NUMERICS.md has it, and back.
-    #[test]
-    fn heads_of_any_length_rotate() {
+    pub(crate) fn heads_of_any_length_rotate() {
         let tokens = 2;
         // Of few heads angles stay as they are, of many they are put into the order of pairs up to 256.
         let sizes =
@@ -790,8 +789,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn the_precise_path_agrees_with_f64_far_from_ties_and_decides_near_them() {
+    pub(crate) fn the_precise_path_agrees_with_f64_far_from_ties_and_decides_near_them() {
         let mut seen = 0;
         for step in 0..200_000u32 {
             let x = f32::from_bits(0x3000_0000 + step * 4_999) * if step % 2 == 0 { 1.0 } else { -1.0 };
@@ -808,8 +806,7 @@ mod tests {
     }
 
     /// Sines and cosines of 80 digits, rounded to odd.
-    #[test]
-    fn the_precise_path_rounds_to_odd() {
+    pub(crate) fn the_precise_path_rounds_to_odd() {
         for (x, sine, cosine) in [
             (0.5, 0x3FDE_AEE8_744B_05EF, 0x3FEC_1528_065B_7D4F),
             (1.5, 0x3FEF_EB7A_9B2C_6D8B, 0x3FB2_1BD5_4FC5_F9A7),
@@ -827,8 +824,7 @@ mod tests {
         assert_eq!(exact.to_odd(), 0.75);
     }
 
-    #[test]
-    fn a_value_beside_a_tie_is_decided_by_the_precise_one() {
+    pub(crate) fn a_value_beside_a_tie_is_decided_by_the_precise_one() {
         // The middle between 1 and the next f32, and its neighbours in f64.
         let tie = 1.0 + f64::from(f32::EPSILON) / 2.0;
         let above = f64::from_bits(tie.to_bits() + 1);
@@ -837,8 +833,7 @@ mod tests {
         assert_eq!(correctly_rounded(0.1, || panic!("0.1 is far from a tie")), 0.1);
     }
 
-    #[test]
-    fn inv_freq_is_the_power() {
+    pub(crate) fn inv_freq_is_the_power() {
         let freq = inv_freq(10_000.0, 64).unwrap();
         assert_eq!((freq.len(), freq[0]), (32, 1.0));
         assert_eq!(freq[16], 0.01);

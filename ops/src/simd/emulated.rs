@@ -8,8 +8,8 @@ use super::words::{self, Kernel512, Simd512};
 use super::{Kernel, MAX_LANES, Simd};
 use half::{bf16, f16};
 
-#[cfg(test)]
-mod definition;
+#[cfg(feature = "unit-tests")]
+pub(crate) mod definition;
 mod results;
 
 pub use results::emulation_differs;
@@ -544,8 +544,8 @@ impl Simd512 for Emulated {
     fn pin_words(self, _a: &mut Words, _b: &mut Words, _c: &mut Words) {}
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::{Cpu, Isa};
 
@@ -565,8 +565,7 @@ mod tests {
     }
 
     /// By the definition of the instruction, worked out by hand.
-    #[test]
-    fn a_dot_product_takes_the_high_half_first_and_flushes() {
+    pub(crate) fn a_dot_product_takes_the_high_half_first_and_flushes() {
         Cpu::new(Isa::EmulatedAvx512Bf16, 1, 0).unwrap();
         let big = f32::exp2(24.0);
         // 1 + 2^24 is 2^24, a tie to even; the other way round the 1 would be left.

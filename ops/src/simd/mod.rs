@@ -529,8 +529,8 @@ pub fn store_two<S: Simd>(s: S, v: (S::F, S::F), y: &mut [f32]) {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::Element;
 
@@ -555,8 +555,7 @@ mod tests {
     }
 
     /// Every low half beside high halves of all kinds, in either place of a pair.
-    #[test]
-    fn two_vectors_to_bf16() {
+    pub(crate) fn two_vectors_to_bf16() {
         let high = [0u32, 1, 0x3F80, 0x3F81, 0x3FFF, 0x7F7F, 0x8000, 0xBF81, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1];
         for high in high {
             let all: Vec<f32> = (0..=0xFFFF).map(|low| f32::from_bits(high << 16 | low)).collect();
@@ -591,8 +590,7 @@ mod tests {
     }
 
     /// Quotients about every half between two bf16, where the product by a reciprocal may be on the other side of it.
-    #[test]
-    fn quotients_to_bf16() {
+    pub(crate) fn quotients_to_bf16() {
         let mut otherwise = 0;
         for divisor in [0.7f32, 1.0, 3.0, 6.6541, 1234.567, 11_111.1] {
             for high in (0x3F00u32..0x3F80).step_by(3) {
@@ -615,8 +613,7 @@ mod tests {
     }
 
     /// A product by the reciprocal is as near to the quotient as [`HALF_AND_FOUR`] allows for, wherever all three are normal.
-    #[test]
-    fn a_product_by_the_reciprocal_is_near_to_the_quotient() {
+    pub(crate) fn a_product_by_the_reciprocal_is_near_to_the_quotient() {
         let (mut state, mut most, mut count) = (5u64, 0, 0);
         let mut number = || {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -637,8 +634,7 @@ mod tests {
     }
 
     /// One quotient among many lies so near to a half that all are divided, wherever it stands.
-    #[test]
-    fn one_quotient_of_many_is_near_to_a_half() {
+    pub(crate) fn one_quotient_of_many_is_near_to_a_half() {
         const COUNT: usize = 8 * MAX_LANES;
         let divisor = 11_111.1f32;
         let near = |high: u32| (0x7FFD..=0x8003).map(move |low| f32::from_bits(high << 16 | low) * divisor);
@@ -678,8 +674,7 @@ mod tests {
         (!invalid).then(|| (largest.widen(), least.widen()))
     }
 
-    #[test]
-    fn extents() {
+    pub(crate) fn extents() {
         let infinity = f32::INFINITY;
         for of in [extent::<half::bf16>, extent::<half::f16>, extent::<f32>] {
             for x in [

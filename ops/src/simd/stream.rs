@@ -165,8 +165,8 @@ fn copy_past_caches<S: Simd, O: Element>(s: S, x: &[O], y: &mut [O]) {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::simd::Kernel;
     use crate::{Isa, bf16};
@@ -242,8 +242,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn every_element_is_written_once_and_nothing_beside() {
+    pub(crate) fn every_element_is_written_once_and_nothing_beside() {
         fills::<f32>();
         fills::<bf16>();
     }

@@ -15,5 +15,5 @@ use crate::call::Entry;
 pub(crate) const OPS: &[&Entry] =
     &[&nll::OP, &policy_loss::OP, &batch_loss::OP, &group_advantage::OP, &square_sum::OP, &clip_factor::OP, &adamw::OP];
 
-#[cfg(test)]
-mod tests;
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests;

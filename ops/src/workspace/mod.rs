@@ -137,8 +137,8 @@ fn choose_from<'c, P: Plan>(
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::Isa;
 
@@ -161,8 +161,7 @@ mod tests {
         [4096, 1024, 160].into_iter().map(Words)
     }
 
-    #[test]
-    fn the_largest_plan_within_the_budget_is_taken_and_recorded() {
+    pub(crate) fn the_largest_plan_within_the_budget_is_taken_and_recorded() {
         for (budget, words, why) in [
             (usize::MAX, 4096, Why::Preferred),
             (4 * (4096 + 32), 4096, Why::Preferred),
@@ -180,15 +179,13 @@ mod tests {
         }
     }
 
-    #[test]
-    fn below_the_smallest_plan_is_an_error_that_names_it() {
+    pub(crate) fn below_the_smallest_plan_is_an_error_that_names_it() {
         let cpu = cpu(4 * (160 + 32) - 1);
         let error = choose(&cpu, "test", sizes()).err().unwrap();
         assert_eq!(error, Error::Budget { op: "test", budget: 767, smallest: 768 });
     }
 
-    #[test]
-    fn memory_that_is_refused_is_retried_smaller_and_then_reported() {
+    pub(crate) fn memory_that_is_refused_is_retried_smaller_and_then_reported() {
         let cpu = cpu(usize::MAX);
         let at_most = |most: usize| move |words: usize| if words > most { None } else { Memory::new(words) };
         let (plan, workspace) = choose_from(&cpu, "test", sizes(), at_most(2000)).unwrap();
@@ -200,16 +197,14 @@ mod tests {
         assert_eq!(error, Error::Memory { op: "test", bytes: 768 });
     }
 
-    #[test]
-    fn strict_mode_forbids_a_retry() {
+    pub(crate) fn strict_mode_forbids_a_retry() {
         let cpu = cpu(usize::MAX);
         cpu.ledger().forbid(Counter::Retries);
         let error = choose_from(&cpu, "test", sizes(), |_| None).err().unwrap().to_string();
         assert!(error.contains("plan_retries"), "{error}");
     }
 
-    #[test]
-    fn workspace_is_kept_for_the_next_call() {
+    pub(crate) fn workspace_is_kept_for_the_next_call() {
         let cpu = cpu(usize::MAX);
         drop(choose(&cpu, "test", sizes()).unwrap());
         let allocated = cpu.ledger().count(Counter::Allocated);

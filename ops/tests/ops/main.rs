@@ -26,8 +26,8 @@ mod wkv;
 
 use samebits_ops::{Cpu, Element, Isa};
 
-#[cfg(not(feature = "emulated-isa"))]
-compile_error!("the tests need a feature: cargo test -p samebits-ops --features emulated-isa");
+#[cfg(not(feature = "unit-tests"))]
+compile_error!("the tests need a feature: cargo test -p samebits-ops --features unit-tests");
 
 /// Every way to run that this machine has.
 fn cpus() -> Vec<Cpu> {

@@ -647,12 +647,11 @@ impl Driver for Cuda {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn code_is_taken_from_the_cache_whole_or_not_at_all() {
+    pub(crate) fn code_is_taken_from_the_cache_whole_or_not_at_all() {
         let file = |len: u64| [b"key".as_slice(), &len.to_le_bytes(), b"code"].concat();
         assert_eq!(whole(&file(4), "key"), Some(&b"code"[..]));
         assert_eq!(whole(&file(4), "another key"), None);
@@ -661,8 +660,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_file_of_the_cache_is_whole_and_nothing_else_is_replaced() {
+    pub(crate) fn a_file_of_the_cache_is_whole_and_nothing_else_is_replaced() {
         let folder = std::env::temp_dir().join(format!("samebits-kernels-{}", std::process::id()));
         let path = folder.join("new/unit.cubin");
         keep(&path, b"first").unwrap();

@@ -91,8 +91,7 @@ fn right_pairs(columns: usize, k: usize, stride: usize) -> Vec<u32> {
     right
 }
 
-#[test]
-fn tiles_of_pairs_are_plain_chains() {
+pub(crate) fn tiles_of_pairs_are_plain_chains() {
     for cpu in cpus(Isa::has_dot) {
         for k in [0usize, 1, 67, 130, 255] {
             let end = k.div_ceil(2);
@@ -142,8 +141,7 @@ fn escaped(column: usize, k: usize, escapes: &[usize]) -> bf16 {
     if small { bf16::from_f32(w(column, k).to_f32() * 1e-12) } else { w(column, k) }
 }
 
-#[test]
-fn tiles_of_coded_panels_are_plain_chains() {
+pub(crate) fn tiles_of_coded_panels_are_plain_chains() {
     for cpu in cpus(Isa::reads_coded) {
         for (k, escapes) in [
             (0, &[][..]),
@@ -229,8 +227,7 @@ fn tiles_of_coded_panels_are_plain_chains() {
 }
 
 /// A block of two pairs is in one segment.
-#[test]
-fn segments_of_coded_panels_are_whole_blocks() {
+pub(crate) fn segments_of_coded_panels_are_whole_blocks() {
     for cpu in cpus(Isa::reads_coded) {
         let (n, k) = (PANEL, 12);
         let weights: Vec<bf16> = (0..n * k).map(|i| w(i / k, i % k)).collect();
@@ -281,8 +278,7 @@ fn start(row: usize, column: usize) -> f32 {
     number(5_000_011 + row * 9001 + column).to_f32()
 }
 
-#[test]
-fn tiles_of_multiply_adds_are_plain_chains() {
+pub(crate) fn tiles_of_multiply_adds_are_plain_chains() {
     let every: Vec<usize> = (1..=MAX_ROWS).collect();
     let cpus = cpus(|_| true);
     for (k, heights, widths) in [
@@ -376,8 +372,7 @@ fn tiles_of_multiply_adds_are_plain_chains() {
 }
 
 /// Pairs of an odd k read one element more of the left.
-#[test]
-fn tiles_of_multiply_adds_without_a_pad_are_refused() {
+pub(crate) fn tiles_of_multiply_adds_without_a_pad_are_refused() {
     for cpu in cpus(|_| true) {
         for (k, len, taken) in [(5usize, 6, true), (5, 5, false), (4, 4, true), (4, 3, false), (0, 0, true)] {
             let (left, right) = (vec![0f32; len], vec![0u32; PANEL * k.div_ceil(2)]);
@@ -392,8 +387,7 @@ fn tiles_of_multiply_adds_without_a_pad_are_refused() {
     }
 }
 
-#[test]
-fn blocks_are_plain_chains() {
+pub(crate) fn blocks_are_plain_chains() {
     for cpu in cpus(|isa| block_rows(isa).is_some()) {
         let height = block_rows(cpu.isa()).expect("vectors");
         for (k, tiles) in [(0, 1), (1, 2), (67, 3), (130, 1), (896, 2), (1024, 2), (1100, 1), (2101, 2)] {
@@ -434,8 +428,7 @@ fn blocks_are_plain_chains() {
 }
 
 /// Chains begin with +0 or go on from what stands where they end, rows of any distance.
-#[test]
-fn blocks_of_chains_are_plain_chains() {
+pub(crate) fn blocks_of_chains_are_plain_chains() {
     for cpu in cpus(|isa| block_rows(isa).is_some()) {
         let height = block_rows(cpu.isa()).expect("vectors");
         for (k, tiles, row) in [(0, 1, 32), (1, 2, 40), (67, 3, 48), (130, 1, 32), (258, 2, 33), (1030, 8, 100)] {
@@ -472,8 +465,7 @@ fn blocks_of_chains_are_plain_chains() {
 }
 
 /// A NaN that a chain comes to is the canonical one.
-#[test]
-fn chains_end_with_the_last_rounding() {
+pub(crate) fn chains_end_with_the_last_rounding() {
     for cpu in cpus(|isa| block_rows(isa).is_some()) {
         let rows = block_rows(cpu.isa()).expect("vectors");
         let (left, right) = (vec![f32::from_bits(0xFFC1_2345); rows], vec![1f32; PANEL]);
@@ -487,8 +479,7 @@ fn chains_end_with_the_last_rounding() {
     }
 }
 
-#[test]
-fn blocks_of_too_little_are_refused() {
+pub(crate) fn blocks_of_too_little_are_refused() {
     for cpu in cpus(|isa| block_rows(isa).is_some()) {
         let rows = block_rows(cpu.isa()).expect("vectors");
         let (tiles, k) = (2, 6);
@@ -547,8 +538,7 @@ impl Kernel512 for Dot {
     }
 }
 
-#[test]
-fn dots_are_exact_as_long_as_nothing_is_flushed() {
+pub(crate) fn dots_are_exact_as_long_as_nothing_is_flushed() {
     let power = |exponent: i32| 2f32.powi(exponent);
     // The last bits of two mantissas of 8 bits stand 14 below: at -112 their product is the smallest normal number.
     for (left, exact) in [(0, true), (-12, true), (-13, false), (-126, false)] {
@@ -575,8 +565,7 @@ fn dots_are_exact_as_long_as_nothing_is_flushed() {
 
 /// Chains of operands down to the least that [`dot_is_exact`] lets through, from sums that a gradient may go on from: each pair is
 /// two fused multiply-adds, to the bit.
-#[test]
-fn dots_of_exact_operands_are_fused_steps() {
+pub(crate) fn dots_of_exact_operands_are_fused_steps() {
     let mut state = 7u64;
     let mut word = move || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

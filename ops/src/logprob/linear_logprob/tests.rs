@@ -108,16 +108,14 @@ impl<T: Element> Case<T> {
 const SIZES: [[usize; 3]; 8] =
     [[1, 1, 3], [3, 33, 5], [20, 33, 5], [25, 300, 20], [7, 2049, 4], [1, 3, 8321], [58, 300, 70], [545, 33, 3]];
 
-#[test]
-fn every_plan_is_gemm_and_logprob() {
+pub(crate) fn every_plan_is_gemm_and_logprob() {
     for size in SIZES {
         Case::<bf16>::new(size, 1.0, |_| 1.0).check();
         Case::<f32>::new(size, 0.7, |row| (1 << (row % 8)) as f32).check();
     }
 }
 
-#[test]
-fn rows_of_any_range_are_gemm_and_logprob() {
+pub(crate) fn rows_of_any_range_are_gemm_and_logprob() {
     for size in SIZES {
         Case::<bf16>::new(size, 0.7, |row| (1 << (row % 9)) as f32).check();
         Case::<bf16>::new(size, 1.0, |row| (1 << (row % 9)) as f32).special().check();
@@ -125,8 +123,7 @@ fn rows_of_any_range_are_gemm_and_logprob() {
 }
 
 /// Behind a logit whose exponent is infinite, one that is so itself.
-#[test]
-fn infinite_logits_and_exponents_are_told_apart() {
+pub(crate) fn infinite_logits_and_exponents_are_told_apart() {
     let mut w = vec![1.6f32; 40];
     w[39] = 2.0;
     let case = |x: [f32; 3]| Case {
@@ -162,8 +159,7 @@ fn check_slow_paths(case: &Case<bf16>, amount: impl Fn(Isa) -> usize) {
     }
 }
 
-#[test]
-fn tiles_that_would_be_flushed_are_counted_and_refused() {
+pub(crate) fn tiles_that_would_be_flushed_are_counted_and_refused() {
     let size = [36, 256, 20];
     check_slow_paths(&Case::new(size, 1.0, |_| 1.0), |_| 0);
     // Each of three tiles has such a row, and meets eight panels.
@@ -172,8 +168,7 @@ fn tiles_that_would_be_flushed_are_counted_and_refused() {
 }
 
 /// Rows of 8 segments of 32 logits; exponents are 0, -20, 100, 288 and what is between.
-#[test]
-fn rows_that_are_summed_twice_are_counted_and_refused() {
+pub(crate) fn rows_that_are_summed_twice_are_counted_and_refused() {
     let low = |v: usize| if v.is_multiple_of(2) { 0.0 } else { -14.0 };
     let logits: [(&dyn Fn(usize) -> f32, usize); 7] = [
         // Some fall below the cut of the row that were above it before, with others of their segment that do not.
@@ -196,8 +191,7 @@ fn rows_that_are_summed_twice_are_counted_and_refused() {
 }
 
 /// A segment that begins within a panel, and weighs so much more than the others that its sum shows every bit.
-#[test]
-fn lanes_are_those_of_the_segment() {
+pub(crate) fn lanes_are_those_of_the_segment() {
     let (rows, vocab) = (64, 8 * 272);
     let shape = LinearLogprob::new(rows, vocab, 2);
     let x = (0..2 * rows).map(|i| if i % 2 == 0 { 1.0 + (i / 2) as f32 / 64.0 } else { 1.0f32 }).collect();

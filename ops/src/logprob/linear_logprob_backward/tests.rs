@@ -134,8 +134,7 @@ fn scalar() -> Cpu {
 const SIZES: [[usize; 3]; 8] =
     [[1, 1, 3], [4, 40, 1], [3, 33, 5], [20, 33, 6], [13, 300, 34], [7, 2049, 4], [1, 17, 515], [515, 40, 3]];
 
-#[test]
-fn every_plan_is_the_ops_in_a_row() {
+pub(crate) fn every_plan_is_the_ops_in_a_row() {
     for size in SIZES {
         Case::<bf16>::new(size, 1.0, 1.0).check::<f32>();
         Case::<bf16>::new(size, 0.7, 4.0).check::<bf16>();
@@ -147,8 +146,7 @@ fn every_plan_is_the_ops_in_a_row() {
 }
 
 /// Two rows of a wide vocabulary, whose segments are several tiles of the largest plan.
-#[test]
-fn chains_go_on_from_tile_to_tile() {
+pub(crate) fn chains_go_on_from_tile_to_tile() {
     let case = Case::<bf16>::new([2, 8 * 1200, 3], 1.0, 1.0);
     let expected = case.expected::<f32>();
     for isa in Isa::of_machine() {
@@ -159,8 +157,7 @@ fn chains_go_on_from_tile_to_tile() {
 }
 
 /// NaN, infinities and rows that are no tokens: dw has nothing of what padding holds.
-#[test]
-fn special_values_go_where_the_ops_bring_them() {
+pub(crate) fn special_values_go_where_the_ops_bring_them() {
     let mut case = Case::<bf16>::new([20, 70, 6], 1.0, 1.0);
     for (row, value) in [(0, f32::NAN), (3, f32::INFINITY), (6, f32::NAN), (4, f32::NEG_INFINITY), (7, 3e38)] {
         case.x[row * 6] = bf16::from_f32(value);
@@ -175,8 +172,7 @@ fn special_values_go_where_the_ops_bring_them() {
 
 /// Tiles stand among others whose sums would be flushed: what one of dw goes on from is subnormal and meets zeros of x alone, and
 /// one of w makes a subnormal sum of dx, to which the others of its segment add zeros.
-#[test]
-fn pairs_are_taken_tile_by_tile() {
+pub(crate) fn pairs_are_taken_tile_by_tile() {
     let (k, carried, made) = (34, 3, 7);
     let mut case = Case::<bf16>::new([20, 8 * 80, k], 1.0, 1.0);
     case.x.chunks_mut(k).for_each(|row| row[carried] = bf16::ZERO);
@@ -188,8 +184,7 @@ fn pairs_are_taken_tile_by_tile() {
 }
 
 /// Tiles that leave `VDPBF16PS` are counted, and refused before anything is written.
-#[test]
-fn tiles_that_would_be_flushed_are_counted_and_refused() {
+pub(crate) fn tiles_that_would_be_flushed_are_counted_and_refused() {
     let mut case = Case::<bf16>::new([5, 70, 6], 1.0, 1.0);
     case.x[7] = bf16::from_f32(2f32.powi(-120));
     let expected = case.expected::<f32>();
@@ -219,8 +214,7 @@ fn tiles_that_would_be_flushed_are_counted_and_refused() {
 }
 
 /// On every plan as many as without a limit on them, and nothing is written.
-#[test]
-fn tiles_that_would_be_flushed_are_counted_on_every_plan() {
+pub(crate) fn tiles_that_would_be_flushed_are_counted_on_every_plan() {
     let mut case = Case::<bf16>::new([20, 70, 6], 1.0, 1.0);
     case.x[7] = bf16::from_f32(2f32.powi(-120));
     for isa in Isa::of_machine().filter(|isa| isa.has_dot()) {
@@ -239,8 +233,7 @@ fn tiles_that_would_be_flushed_are_counted_on_every_plan() {
 }
 
 /// Views whose rows have others between them.
-#[test]
-fn rows_may_stand_apart() {
+pub(crate) fn rows_may_stand_apart() {
     for size in [[20, 33, 6], [13, 300, 34]] {
         let case = Case::<bf16>::new(size, 0.7, 1.0);
         let [rows, vocab, k] = size;
@@ -261,8 +254,7 @@ fn rows_may_stand_apart() {
     }
 }
 
-#[test]
-fn a_weight_may_be_packed_beforehand() {
+pub(crate) fn a_weight_may_be_packed_beforehand() {
     let case = Case::<bf16>::new([20, 33, 6], 1.0, 1.0);
     let packed = PackedWeight::pack(&scalar(), 33, 6, &case.w).unwrap();
     let (mut dx, mut dw) = (vec![7e7f32; 120], case.carry.clone());
@@ -284,8 +276,7 @@ fn a_weight_may_be_packed_beforehand() {
     }
 }
 
-#[test]
-fn nothing_has_a_gradient_too() {
+pub(crate) fn nothing_has_a_gradient_too() {
     // By name dw is what it goes on from.
     let (case, mut dw) = (Case::<f32>::new([0, 3, 2], 1.0, 1.0), [0f32; 6]);
     let (x, w) = (TensorRef::of(&case.x, &[0, 2]), TensorRef::of(&case.w, &[3, 2]));
@@ -306,8 +297,7 @@ fn nothing_has_a_gradient_too() {
 }
 
 /// Rows that count, some of them, and none.
-#[test]
-fn without_a_carry_sums_begin_with_zero() {
+pub(crate) fn without_a_carry_sums_begin_with_zero() {
     for step in [1, 2, 7] {
         let [rows, vocab, k] = [6, 70, 5];
         let mut case = Case::<bf16>::new([rows, vocab, k], 1.0, 1.0);

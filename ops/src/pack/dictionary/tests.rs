@@ -30,8 +30,7 @@ fn places(n: usize, k: usize, panel: usize, count: usize) -> Vec<(usize, usize)>
     (0..count).map(place).collect()
 }
 
-#[test]
-fn a_coded_matrix_holds_every_bit() {
+pub(crate) fn a_coded_matrix_holds_every_bit() {
     for (n, k) in [(32usize, 128usize), (70, 896), (33, 259), (1, 1), (5, 6), (64, 510), (97, 267), (40, 0), (2, 9)] {
         // An escape for every sixteen blocks and two more have room.
         let (blocks, panels) = (k.div_ceil(4), n.div_ceil(PANEL));
@@ -76,8 +75,7 @@ fn a_coded_matrix_holds_every_bit() {
     }
 }
 
-#[test]
-fn an_unpacked_panel_holds_every_bit() {
+pub(crate) fn an_unpacked_panel_holds_every_bit() {
     for cpu in Isa::of_machine().filter(|isa| isa.reads_coded()).map(|isa| Cpu::new(isa, 1, usize::MAX).unwrap()) {
         for (n, k, count) in [(32usize, 128, 0), (70, 896, 3), (33, 259, 1), (1, 1, 0), (64, 512, 9)] {
             let small: Vec<_> = (0..n.div_ceil(PANEL)).flat_map(|panel| places(n, k, panel, count)).collect();
@@ -93,8 +91,7 @@ fn an_unpacked_panel_holds_every_bit() {
     }
 }
 
-#[test]
-fn a_matrix_of_many_escapes_is_not_coded() {
+pub(crate) fn a_matrix_of_many_escapes_is_not_coded() {
     let cpu = Cpu::new(Isa::Scalar, 2, usize::MAX).unwrap();
     for (n, k, room) in [(32usize, 12, 2), (70, 60, 2), (64, 64, 3), (33, 267, 6), (96, 1024, 18)] {
         for panel in 0..n.div_ceil(PANEL) {
@@ -108,8 +105,7 @@ fn a_matrix_of_many_escapes_is_not_coded() {
 
 /// Of 64 weights so many have an exponent, as the later and as the earlier of two. What is not there at all counts a
 /// quarter of the next above.
-#[test]
-fn the_table_holds_the_most_frequent() {
+pub(crate) fn the_table_holds_the_most_frequent() {
     let cpu = Cpu::new(Isa::Scalar, 1, usize::MAX).unwrap();
     for (counts, table) in [
         (&[(0x3F, 32, 32)][..], [0x3F, 0x3E, 0x3D, 0x3C, 0x3B, 0x3A, 0x39, 0x38]),

@@ -273,8 +273,7 @@ fn words(operands: &Operands) -> Vec<Named> {
     ]
 }
 
-#[test]
-fn lanes_are_those_of_plain_loops() {
+pub(crate) fn lanes_are_those_of_plain_loops() {
     let cpu = Cpu::new(Isa::EmulatedAvx512, 1, 0).unwrap();
     for operands in operands() {
         let found = cpu.dispatch(LaneResults(&operands));
@@ -282,8 +281,7 @@ fn lanes_are_those_of_plain_loops() {
     }
 }
 
-#[test]
-fn words_are_those_of_plain_loops() {
+pub(crate) fn words_are_those_of_plain_loops() {
     let cpu = Cpu::new(Isa::EmulatedAvx512Bf16, 1, 0).unwrap();
     for operands in operands() {
         // SAFETY: the kernel has no pointers.
@@ -292,8 +290,7 @@ fn words_are_those_of_plain_loops() {
     }
 }
 
-#[test]
-fn dot_products_are_those_of_integers() {
+pub(crate) fn dot_products_are_those_of_integers() {
     let cpu = Cpu::new(Isa::EmulatedAvx512Bf16, 1, 0).unwrap();
     for dots in dots() {
         // SAFETY: the kernel has no pointers.
@@ -307,8 +304,7 @@ fn dot_products_are_those_of_integers() {
 
 /// What was seen to be wrong: the sum is the smallest normal number, one factor a flushed subnormal or a zero, and the other one
 /// times 2^32 beyond the range.
-#[test]
-fn a_zero_beside_a_large_factor_leaves_the_sum() {
+pub(crate) fn a_zero_beside_a_large_factor_leaves_the_sum() {
     let cpu = Cpu::new(Isa::EmulatedAvx512Bf16, 1, 0).unwrap();
     for (sum, a, b) in
         [(0x8080_0000, 0x807F_8000, 0xAA04_7035), (0x0080_0000, 0x7F7F_0000, 0), (0x0080_0000, 0, 0x7F7F)]
