@@ -176,6 +176,13 @@ impl Examples {
         let [sampled_at, sampled_in] = &tokens.sampled;
         refuse_truncated(&tokens.settings)?;
         let of_settings = tokens.settings.get("temperature").map(ToString::to_string);
+        if let (Some(of_settings), Some(alone)) = (&of_settings, sampled_at) {
+            let [a, b] = [of_settings, alone].map(|text| text.parse::<f64>().ok());
+            ensure!(
+                a == b,
+                "metadata: `sampling` has a temperature of {of_settings}, and `temperature` is {alone}; say one"
+            );
+        }
         let temperature = temperature(options, sampled_at.as_deref().or(of_settings.as_deref()))?;
         let sampled_in = sampled_in.as_ref().filter(|_| options.loss == LossKind::Policy);
         let sampled_in = sampled_in.map(|text| text.parse::<Precision>()).transpose().context("metadata `dtype`")?;

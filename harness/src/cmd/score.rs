@@ -60,6 +60,9 @@ struct First {
     rope_length: Option<usize>,
     temperature: f64,
     sequences: usize,
+    /// Settings of all texts that say no other, beside what is not read.
+    #[serde(flatten)]
+    others: Map<String, Value>,
 }
 
 /// Every other line.
@@ -129,7 +132,7 @@ fn read(args: &Args) -> Result<(First, Vec<Text>)> {
         let (tokens, logprobs) = (text.tokens.len(), text.logprobs.len());
         ensure!(tokens == logprobs, "{path}:{}: {tokens} tokens have {logprobs} log-probabilities", i + 1);
         ensure!(!text.prompt_tokens.is_empty(), "{path}:{}: the prompt is empty", i + 1);
-        text.rule = rule(first.temperature, text.sampling.as_ref()).with_context(|| format!("{path}:{}", i + 1))?;
+        text.rule = rule(&first, text.sampling.as_ref()).with_context(|| format!("{path}:{}", i + 1))?;
         texts.push(text);
     }
     ensure!(texts.len() == first.sequences, "{path}: holds {} of {} texts; it was cut", texts.len(), first.sequences);
@@ -139,8 +142,9 @@ fn read(args: &Args) -> Result<(First, Vec<Text>)> {
 }
 
 /// How a text says that it was sampled.
-fn rule(temperature: f64, sampling: Option<&Map<String, Value>>) -> Result<SamplingRule> {
-    let mut rule = SamplingRule::at(temperature);
+fn rule(first: &First, sampling: Option<&Map<String, Value>>) -> Result<SamplingRule> {
+    let mut rule = SamplingRule::at(first.temperature);
+    rule.read(&first.others)?;
     if let Some(fields) = sampling {
         rule.read(fields)?;
         if let Some(name) = fields.keys().find(|name| !SamplingRule::FIELDS.contains(&name.as_str())) {
