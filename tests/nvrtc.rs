@@ -237,6 +237,8 @@ const ALLOWED: [&str; 33] = [
     "cvt.f32.f16",
     "cvt.rn.f16.f32",
     "cvt.rzi.s32.f32",
+    "cvt.rzi.u64.f32",
+    "cvt.rzi.u64.f64",
     "cvt.rn.f32.s32",
     "cvt.rn.f32.s64",
     "cvt.rn.f64.s32",

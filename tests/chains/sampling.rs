@@ -189,7 +189,7 @@ fn a_file_of_prompts_says_how_each_is_sampled() {
     let same = score(&rollout);
     assert!(same.status.success() && String::from_utf8_lossy(&same.stdout).starts_with("0 of "), "{same:?}");
     // Other settings than those of the sampling are seen, and unknown ones refused.
-    std::fs::write(at("other.jsonl"), found.replace("\"top_k\":3", "\"top_k\":2")).unwrap();
+    std::fs::write(at("other.jsonl"), found.replace("0.5", "2.5").replace("0.02", "0.0")).unwrap();
     assert_eq!(score(&at("other.jsonl")).status.code(), Some(1));
     std::fs::write(at("other.jsonl"), found.replace("\"top_k\":3", "\"typical_p\":0.3")).unwrap();
     let refused = score(&at("other.jsonl"));
