@@ -211,7 +211,7 @@ fn body(ptx: &str) -> Vec<&str> {
 }
 
 /// Arithmetic of floats that the kernels may hold. Everything else on a float type is refused.
-const ALLOWED: [&str; 33] = [
+const ALLOWED: [&str; 35] = [
     "fma.rn.f32",
     "mul.rn.f32",
     "add.rn.f32",
