@@ -107,7 +107,7 @@ def test_what_is_sampled_is_scored_the_same_whoever_was_beside_it():
     for sample, row in zip(samples, one.score(samples)):
         assert row.tobytes() == sample.logprobs.tobytes()
     assert samples[0].sampling == {"top_k": 3} and samples[-1].sampling == {"presence_penalty": 1.0}
-    model = samebits.torch.CausalLM(ADDER)
+    model = samebits.torch.CausalLM.from_pretrained(ADDER)
     with pytest.raises(ValueError, match="top_k: sample 0 was sampled so"):
         model.logprob(samples[:1])
 

@@ -83,10 +83,10 @@ fn compute(c: &Checked) -> References {
             let least = min_p[row].min(1.0);
             let near =
                 far(i) != 0.0 && least > 0.0 && (e - least).abs() < least * 1e-6 * (1.0 + far(i).abs().min(100.0));
-            let stays = !reached && !(e < least);
+            let dropped = reached || e < least;
             let sure = !close && !near;
-            elements[*i] = (if stays { z[*i] } else { f64::NEG_INFINITY }, if sure { 0.0 } else { f64::INFINITY });
-            count += f64::from(u8::from(stays));
+            elements[*i] = (if dropped { f64::NEG_INFINITY } else { z[*i] }, if sure { 0.0 } else { f64::INFINITY });
+            count += f64::from(u8::from(!dropped));
             doubtful |= !sure;
             before += e;
         }

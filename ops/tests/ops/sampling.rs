@@ -116,7 +116,7 @@ fn check_truncate<I: Stored>(rows: usize, v: usize, distinct: u64, spread: u32, 
     let some: Vec<I> = values(seed, distinct as usize, spread);
     let mut x: Vec<I> = (0..rows * v).map(|i| some[(seed.rotate_left(i as u32 * 5) % distinct) as usize]).collect();
     strew(&mut x, seed, &[f32::NEG_INFINITY, 0.0, -0.0]);
-    if seed % 5 == 0 {
+    if seed.is_multiple_of(5) {
         strew(&mut x, seed + 1, &[f32::NAN, f32::INFINITY]);
     }
     let (scale, top_p) =
@@ -147,7 +147,7 @@ fn draw_page(z: &[f32], h: u64) -> i32 {
 fn check_draw<I: Stored>(rows: usize, v: usize, spread: u32, seed: u64) {
     let mut x: Vec<I> = values(seed, rows * v, spread);
     strew(&mut x, seed, &[f32::NEG_INFINITY]);
-    if seed % 7 == 0 {
+    if seed.is_multiple_of(7) {
         strew(&mut x, seed + 1, &[f32::NAN, f32::INFINITY]);
     }
     let random = (0..rows as u32).map(|row| match seed.rotate_left(row) % 9 {
