@@ -7,7 +7,7 @@
 //! Special: what no step is for keeps its bits; a NaN is the canonical one.
 
 use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
-use crate::call::Entry;
+use crate::call::{Arguments as CallArguments, Entry};
 use crate::element::{Stored, typed};
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
@@ -174,12 +174,10 @@ impl<I: Element> Kernel for Biased<'_, I> {
 /// Its kernels.
 const UNIT: Unit = Unit { has_out: false, ..Unit::of(NAME, include_str!("penalize.cu"), &[NAME]) };
 
-/// penalize, by name.
-pub(crate) const OP: Entry = Entry {
-    name: NAME,
-    cpu: |cpu, args| {
-        let per_row = |name| args.input(name).dense::<f32>(NAME, name);
-        let by = Penalties {
+impl<'a, F> Penalties<'a, F> {
+    /// Those of a call by name, of whose floats `per_row` gives each.
+    fn of(args: &CallArguments<'_, 'a>, per_row: impl Fn(&'static str) -> Result<F, Error>) -> Result<Self, Error> {
+        Ok(Penalties {
             tokens: args.integers("tokens")?,
             begin: args.integers("begin")?,
             prompt_end: args.integers("prompt_end")?,
@@ -187,7 +185,15 @@ pub(crate) const OP: Entry = Entry {
             repetition: per_row("repetition")?,
             frequency: per_row("frequency")?,
             presence: per_row("presence")?,
-        };
+        })
+    }
+}
+
+/// penalize, by name.
+pub(crate) const OP: Entry = Entry {
+    name: NAME,
+    cpu: |cpu, args| {
+        let by = Penalties::of(args, |name| args.input(name).dense::<f32>(NAME, name))?;
         by.check_text(args.call.dim("V"))?;
         let (logits, bias) = (args.input("logits"), args.optional("bias"));
         logits.on_host(NAME, "logits")?;
@@ -196,16 +202,7 @@ pub(crate) const OP: Entry = Entry {
         Ok(())
     },
     device: Some(|on, args| {
-        let per_row = |name| args.input(name).device::<f32>(NAME, name);
-        let by = Penalties {
-            tokens: args.integers("tokens")?,
-            begin: args.integers("begin")?,
-            prompt_end: args.integers("prompt_end")?,
-            end: args.integers("end")?,
-            repetition: per_row("repetition")?,
-            frequency: per_row("frequency")?,
-            presence: per_row("presence")?,
-        };
+        let by = Penalties::of(args, |name| args.input(name).device::<f32>(NAME, name))?;
         let (logits, vocab) = (args.input("logits"), args.call.dim("V"));
         let bias = args.optional("bias").map(|bias| bias.device::<f32>(NAME, "bias")).transpose()?;
         let y = args.output("y").device(NAME, "y")?;
