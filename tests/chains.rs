@@ -5,6 +5,8 @@ mod covering;
 mod gradients;
 #[path = "chains/nonfinite.rs"]
 mod nonfinite;
+#[path = "chains/sampling.rs"]
+mod sampling;
 #[path = "chains/temperature.rs"]
 mod temperature;
 #[path = "chains/training.rs"]
@@ -19,8 +21,8 @@ use samebits_contract::table::{Contract, Slice};
 use samebits_contract::tensor::DType;
 use samebits_harness::dump::{Divergence, Reader, Writer, compare};
 use samebits_models::{
-    Audit, Config, Family, Model, ModelError, PageOrder, Precision, Probe, RopeLength, Run, Sample, Sampling, Schedule,
-    Seen, Serving, Stop,
+    Audit, Config, Family, Model, ModelError, PageOrder, Precision, Probe, RopeLength, Run, Sample, Sampling,
+    SamplingRule, Schedule, Seen, Serving, Stop,
 };
 use samebits_mutants::{ModelMutant, ModelMutation};
 use samebits_ops::{Cpu, Isa};
@@ -96,7 +98,8 @@ fn what_was_sampled_is_scored_the_same_to_the_bit() {
         let model = load(&checkpoint(&name));
         let longest = model.config().max_positions;
         let model = model.with_rope_length(RopeLength::Declared(longest)).unwrap();
-        let sampling = Sampling { samples: 2, max_tokens: 64, temperature: 0.8, seed: 11, ignore_eos: true };
+        let sampling =
+            Sampling { samples: 2, rule: SamplingRule::at(0.8), seed: 11, ignore_eos: true, ..Sampling::default() };
         let expected = rollout(&model, &Cpu::best(), &sampling, &SERVINGS[0]);
         assert_eq!(expected.len(), 16, "{name}");
         for (i, serving) in SERVINGS[1..].iter().enumerate() {
@@ -105,7 +108,7 @@ fn what_was_sampled_is_scored_the_same_to_the_bit() {
             assert_eq!(rollout(&model, &cpu, &sampling, serving), expected, "{name}: {serving:?} {cpu:?}");
         }
         let prompts = prompts(&model);
-        let texts: Vec<_> = expected.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..])).collect();
+        let texts: Vec<_> = expected.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..], &sampling.rule)).collect();
         let mut scored = 0;
         for (schedule, page_size, isa) in [
             (Schedule::Prefill, 64, Isa::best()),
@@ -115,7 +118,7 @@ fn what_was_sampled_is_scored_the_same_to_the_bit() {
         ] {
             let cpu = Cpu::new(isa, 2, 1 << 20).unwrap();
             let run = Run { schedule, page_size, page_order: PageOrder::Scattered, ..Run::default() };
-            let scores = model.score(&cpu, &texts, sampling.temperature, run).unwrap();
+            let scores = model.score(&cpu, &texts, run).unwrap();
             for (sample, scores) in expected.iter().zip(&scores) {
                 let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
                 assert_eq!(bits(&sample.logprobs), bits(scores), "{name}: {schedule}, sequence {}", sample.sequence);
@@ -132,16 +135,16 @@ fn what_was_sampled_is_scored_the_same_to_the_bit() {
 #[test]
 fn a_sample_follows_its_seed_and_ends_where_it_is_told() {
     let model = load(&checkpoint("qwen3-adder"));
-    let sampling = Sampling { samples: 3, max_tokens: 9, temperature: 1.0, seed: 1, ignore_eos: true };
+    let sampling = Sampling { samples: 3, max_tokens: 9, seed: 1, ignore_eos: true, ..Sampling::default() };
     let tokens = |sampling: &Sampling| -> Vec<Vec<i32>> {
         rollout(&model, &Cpu::best(), sampling, &Serving::default()).into_iter().map(|s| s.tokens).collect()
     };
     let one = tokens(&sampling);
-    assert_ne!(one, tokens(&Sampling { seed: 2, ..sampling }));
+    assert_ne!(one, tokens(&Sampling { seed: 2, ..sampling.clone() }));
     assert!(one.chunks(3).any(|three| three[0] != three[1]), "samples of a prompt differ");
-    let greedy = tokens(&Sampling { temperature: 0.0, ..sampling });
+    let greedy = tokens(&Sampling { rule: SamplingRule::at(0.0), ..sampling.clone() });
     assert!(greedy.chunks(3).all(|three| three[0] == three[1] && three[1] == three[2]));
-    let ended = rollout(&model, &Cpu::best(), &Sampling { ignore_eos: false, ..sampling }, &Serving::default());
+    let ended = rollout(&model, &Cpu::best(), &Sampling { ignore_eos: false, ..sampling.clone() }, &Serving::default());
     let eos = &model.config().eos;
     assert!(ended.iter().any(|s| s.stop == Stop::Eos), "some text ends");
     for sample in &ended {

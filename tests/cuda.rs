@@ -22,7 +22,8 @@ use samebits_harness::implementation::cuda::CudaImplementation;
 use samebits_harness::judge::{Judge, Selection, plan};
 use samebits_models::plan::{Branch, Layer};
 use samebits_models::{
-    Grouping, Model, ModelError, PageOrder, Precision, Probe, Run, Sample, Sampling, Schedule, Seen, Serving,
+    Grouping, Model, ModelError, PageOrder, Precision, Probe, Run, Sample, Sampling, SamplingRule, Schedule, Seen,
+    Serving,
 };
 use samebits_ops::device::{self, AttentionMetadata, Buffer, Build, Device, Indices, Part, Stored};
 use samebits_ops::{
@@ -337,6 +338,40 @@ const SHAPES: &[(&str, Make)] = &[
             cases.push(make().param("k", &k.to_string()).ints("count", &[6], &counts).case());
         }
         cases
+    }),
+    ("penalize", |dtype, out| {
+        let of = |[n, s]: [usize; 2]| {
+            let make = Maker::new("penalize", dtype, out).float("logits", &[6, n], 2.0).special("logits", n);
+            let tokens: Vec<i32> = (0..s).map(|i| (i * i % 7 * 31 % n) as i32).collect();
+            let [half, whole] = [s as i32 / 2, s as i32];
+            let make = make.ints("tokens", &[s], &tokens).ints("begin", &[6], &[0, 0, 1.min(whole), half, whole, 0]);
+            let make = make.ints("prompt_end", &[6], &[half, half, 0, whole, 0, whole - whole / 3]);
+            let make = make.ints("end", &[6], &[whole, half + whole / 3, whole, whole, half, whole]);
+            let make = make.fp32("repetition", &[1.3, 1.0, 0.7, 1.1, 2.0, 1.5]).fp32("frequency", &spread(6, 7));
+            make.fp32("presence", &spread(6, 8))
+        };
+        let biased = |[n, s]: [usize; 2]| of([n, s]).fp32_of("bias", &[6, n], &spread(6 * n, 9)).case();
+        let shapes = [[1, 1], [5, 9], [300, 600], [4096, 257], [4099, 30]];
+        shapes.into_iter().flat_map(|shape| [of(shape).case(), biased(shape)]).collect()
+    }),
+    ("truncate", |dtype, out| {
+        let of = |n: usize| {
+            let make = Maker::new("truncate", dtype, out).float("x", &[12, n], 6.0).special("x", n);
+            let make = make.fp32("scale", &[1.0, 0.7, 1.0, 1.3, 1.0, 1e-3, 1.0, 2.0, 0.5, 1.0, 1.0, 0.25]);
+            let make = make.ints("top_k", &[12], &[0, 0, 3, 0, 7, 0, 4, 0, 0, 20, 0, 6]);
+            let make = make.fp32("top_p", &[1.0, 0.9, 1.0, 0.6, 0.5, 0.8, 1.0, 0.0, 0.95, 0.7, 1.0, f32::NAN]);
+            make.fp32("min_p", &[0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.02, 0.0, 0.3, 9.0]).case()
+        };
+        [1, 5, 256, 300, 2049].map(of).to_vec()
+    }),
+    ("draw", |dtype, out| {
+        let of = |n: usize| {
+            let bits: Vec<i32> =
+                (0..24).map(|i: i32| if i < 20 { i.wrapping_mul(-1_640_531_527) } else { -(i / 22) }).collect();
+            let make = Maker::new("draw", dtype, out).float("x", &[12, n], 6.0).special("x", n);
+            make.ints("bits", &[12, 2], &bits).case()
+        };
+        [1, 5, 256, 300, 2049].map(of).to_vec()
     }),
     ("index_score", |dtype, out| {
         let of = |[t, h, d, s]: [usize; 4]| {
@@ -1371,7 +1406,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 71] = [
+const MUTANTS: [Mutant; 74] = [
     Mutant {
         name: "sink_of_the_first_head",
         change: Change {
@@ -1458,6 +1493,24 @@ const MUTANTS: [Mutant; 71] = [
         name: "chosen_of_elements_that_are_not_there",
         change: Change { file: "topk.cu", from: "if (has_counts) count", to: "if (has_counts > 1) count" },
         shapes: "topk",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "output_begins_anew_in_each_part_of_a_text",
+        change: Change { file: "penalize.cu", from: "at + i >= prompt_end", to: "i >= prompt_end" },
+        shapes: "penalize",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "one_equal_too_many_may_be_sampled",
+        change: Change { file: "truncate.cu", from: "before < last.equals", to: "before <= last.equals" },
+        shapes: "truncate",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "half_of_the_random_number",
+        change: Change { file: "draw.cu", from: "low) >> 11", to: "low) >> 12" },
+        shapes: "draw",
         says: "elements differ",
     },
     Mutant {
@@ -2159,7 +2212,14 @@ fn rollouts() -> Result<(), Failed> {
     for name in ["qwen3", "gemma2"] {
         let here = Model::load(&checkpoint(name), Precision::Bf16, &cpu())?;
         let there = Model::load(&checkpoint(name), Precision::Bf16, &cpu())?.to_device(&cpu(), &device)?;
-        let sampling = Sampling { samples: 2, max_tokens: 6, temperature: 0.8, seed: 11, ignore_eos: true };
+        let sampling = Sampling {
+            samples: 2,
+            max_tokens: 6,
+            rule: SamplingRule { temperature: 0.8, top_p: 0.9, repetition_penalty: 1.2, ..SamplingRule::default() },
+            seed: 11,
+            ignore_eos: true,
+            ..Sampling::default()
+        };
         let prompts = sequences(&here);
         let sampled = |model: &Model, serving: &Serving| -> Result<Vec<Sample>, Failed> {
             let mut samples = Vec::new();
@@ -2180,9 +2240,9 @@ fn rollouts() -> Result<(), Failed> {
                 return Err(format!("{name}: {serving:?}").into());
             }
         }
-        let texts: Vec<_> = wanted.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..])).collect();
+        let texts: Vec<_> = wanted.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..], &sampling.rule)).collect();
         let run = run_of(Schedule::Chunk(4), Grouping::Together, 5);
-        let scores = there.score(&cpu(), &texts, sampling.temperature, run)?;
+        let scores = there.score(&cpu(), &texts, run)?;
         if wanted.is_empty() || wanted.iter().zip(&scores).any(|(sample, scores)| sample.logprobs != *scores) {
             return Err(format!("{name}: other log-probabilities").into());
         }

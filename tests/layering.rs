@@ -484,7 +484,6 @@ const LONG_FUNCTIONS: LongFunctions = &[
     ("judge/src/judge.rs", "invariance", 104),
     ("judge/src/probe/arithmetic.rs", "hand_on", 97),
     ("judge/src/probe/order.rs", "sums", 94),
-    ("models/src/rollout.rs", "feed", 85),
     ("models/src/rotary.rs", "read", 203),
     ("ops/src/attention/decode.rs", "sums", 97),
     ("ops/src/attention/dot_rows.rs", "run", 90),

@@ -211,7 +211,7 @@ fn body(ptx: &str) -> Vec<&str> {
 }
 
 /// Arithmetic of floats that the kernels may hold. Everything else on a float type is refused.
-const ALLOWED: [&str; 33] = [
+const ALLOWED: [&str; 35] = [
     "fma.rn.f32",
     "mul.rn.f32",
     "add.rn.f32",
@@ -237,6 +237,8 @@ const ALLOWED: [&str; 33] = [
     "cvt.f32.f16",
     "cvt.rn.f16.f32",
     "cvt.rzi.s32.f32",
+    "cvt.rzi.u64.f32",
+    "cvt.rzi.u64.f64",
     "cvt.rn.f32.s32",
     "cvt.rn.f32.s64",
     "cvt.rn.f64.s32",

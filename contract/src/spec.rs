@@ -38,6 +38,7 @@ mod clamped_silu_mul_backward;
 mod clip_factor;
 mod combine;
 mod combine_backward;
+mod draw;
 mod embedding;
 mod embedding_dw;
 mod entropy;
@@ -65,6 +66,7 @@ mod nll;
 mod norm_rope;
 mod norm_rope_backward;
 mod norm_rope_dw;
+mod penalize;
 mod policy_loss;
 mod rms_norm;
 mod rms_norm_backward;
@@ -89,6 +91,7 @@ mod ssd_scan;
 mod ssd_scan_backward;
 mod token_sum;
 mod topk;
+mod truncate;
 mod wkv7;
 mod wkv7_backward;
 
@@ -352,6 +355,9 @@ pub fn all() -> &'static [Spec] {
         embedding_dw::SPEC,
         argmax::SPEC,
         topk::SPEC,
+        penalize::SPEC,
+        truncate::SPEC,
+        draw::SPEC,
         route::SPEC,
         route_backward::SPEC,
         combine::SPEC,

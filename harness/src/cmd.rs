@@ -18,6 +18,7 @@ pub mod merge;
 pub mod probe;
 pub mod report;
 pub mod rollout;
+pub mod sampling;
 pub mod schema;
 pub mod score;
 pub mod sweep;

@@ -4,8 +4,9 @@ use crate::cmd::forward::{Tokens, words};
 use crate::cmd::{attribute, warn};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
-use samebits_models::{Batch, Loss, ModelError, Precision};
+use samebits_models::{Batch, Loss, ModelError, Precision, SamplingRule};
 use samebits_schema::policy_loss;
+use serde_json::{Map, Value};
 use std::path::Path;
 
 /// What is made of log-probabilities.
@@ -123,6 +124,21 @@ impl Sequences {
     }
 }
 
+/// Refuses texts whose log-probabilities are not those of all tokens at a temperature: nothing here computes others.
+fn refuse_truncated(settings: &Map<String, Value>) -> Result<()> {
+    let mut rule = SamplingRule::default();
+    rule.read(settings).context("metadata")?;
+    let asked: Vec<String> =
+        rule.json().keys().filter(|name| *name != "temperature").map(|name| format!("`{name}`")).collect();
+    ensure!(
+        asked.is_empty(),
+        "metadata: the texts were sampled with {}; log-probabilities of truncated or penalised sampling have no gradient here: \
+         sample without",
+        asked.join(", ")
+    );
+    Ok(())
+}
+
 impl Examples {
     /// Reads `tokens` and `attention_mask` as `samebits forward`, `mask`, and what the loss needs besides.
     ///
@@ -158,7 +174,16 @@ impl Examples {
         let file = SafeTensors::deserialize(bytes).context("not a safetensors file")?;
         let tokens = Tokens::of(&file, bytes)?;
         let [sampled_at, sampled_in] = &tokens.sampled;
-        let temperature = temperature(options, sampled_at.as_deref())?;
+        refuse_truncated(&tokens.settings)?;
+        let of_settings = tokens.settings.get("temperature").map(ToString::to_string);
+        if let (Some(of_settings), Some(alone)) = (&of_settings, sampled_at) {
+            let [a, b] = [of_settings, alone].map(|text| text.parse::<f64>().ok());
+            ensure!(
+                a == b,
+                "metadata: `sampling` has a temperature of {of_settings}, and `temperature` is {alone}; say one"
+            );
+        }
+        let temperature = temperature(options, sampled_at.as_deref().or(of_settings.as_deref()))?;
         let sampled_in = sampled_in.as_ref().filter(|_| options.loss == LossKind::Policy);
         let sampled_in = sampled_in.map(|text| text.parse::<Precision>()).transpose().context("metadata `dtype`")?;
         if let Some(sampled) = sampled_in.filter(|sampled| *sampled != dtype) {

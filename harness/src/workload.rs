@@ -412,6 +412,8 @@ impl Plan {
             }
             Holds::BelowOrIgnored(axis) => (0..count).map(|i| (i % call.dim(axis)) as i32).collect(),
             Holds::Pages { pages, .. } => (0..count).map(|i| (i % call.dim(pages)) as i32).collect(),
+            Holds::Any => (0..count).map(|i| (i as u32).wrapping_mul(0x9E37_79B9) as i32).collect(),
+            Holds::Place(axis) => (0..count).map(|i| (i * 7919 % (call.dim(axis) + 1)) as i32).collect(),
             Holds::Length(_) => vec![input.holds.range(call).1 as i32; count],
             Holds::Starts(axis) => borders(call.dim(axis), count - 1).into_iter().map(|at| at as i32).collect(),
             _ => {

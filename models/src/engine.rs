@@ -1,7 +1,7 @@
 //! A model that answers requests as they come, and whose weights may change between them.
 
-use crate::rollout::{Event, Queue, Sample, Sampling, Serving, Timing};
-use crate::{Model, ModelError};
+use crate::rollout::{Event, Queue, Sample, Serving, Timing};
+use crate::{Model, ModelError, Sampling};
 use samebits_ops::{Cpu, TensorRef};
 use std::collections::BTreeMap;
 
@@ -44,7 +44,7 @@ impl Engine {
     /// # Errors
     /// As [`Model::rollout`].
     pub fn add(&mut self, prompts: &[Vec<i32>], sampling: &Sampling, first: usize) -> Result<usize, ModelError> {
-        self.queue.add(self.model.config(), prompts, sampling, first)
+        self.queue.add(&self.model, prompts, sampling, first)
     }
 
     /// Numbers of requests with texts that have not ended.
@@ -57,7 +57,7 @@ impl Engine {
     /// # Errors
     /// Logits or log-probabilities that are not finite; too little memory. No request is left then.
     pub fn step(&mut self, cpu: &Cpu) -> Result<Vec<Event>, ModelError> {
-        self.queue.step(&self.model.on(cpu))
+        self.queue.step(&self.model, cpu)
     }
 
     /// Ends a request: the texts of it that had begun and not ended, as they are.

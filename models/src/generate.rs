@@ -1,11 +1,11 @@
-//! Greedy continuation of a text.
+//! Continuation of a text.
 
 use crate::decoder::Runner;
 use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::{Encoded, Tokenizer};
 use crate::trace::{TraceHook, all_finite};
-use crate::{ModelError, PAGE_SIZE, PageOrder};
-use samebits_ops::argmax;
+use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Sample, Sampling, Serving};
+use samebits_ops::{Cpu, argmax};
 
 /// A continued prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,20 +31,48 @@ pub enum Stop {
     MaxTokens,
     /// The model has no further position.
     MaxPositions,
+    /// A token behind which it was to end.
+    StopToken,
+    /// A text behind which it was to end.
+    StopText,
     /// It was ended from outside.
     Ended,
 }
 
 impl Stop {
-    /// `eos`, `max_tokens`, `max_positions` or `ended`.
+    /// `eos`, `max_tokens`, `max_positions`, `stop_token`, `stop_text` or `ended`.
     pub fn name(self) -> &'static str {
         match self {
             Stop::Eos => "eos",
             Stop::MaxTokens => "max_tokens",
             Stop::MaxPositions => "max_positions",
+            Stop::StopToken => "stop_token",
+            Stop::StopText => "stop_text",
             Stop::Ended => "ended",
         }
     }
+}
+
+/// Continues `prompt` as `sampling` says; what ends it is left out of the text.
+pub(crate) fn sampled(model: &Model, cpu: &Cpu, prompt: &str, sampling: &Sampling) -> Result<Generation, ModelError> {
+    let Encoded { tokens: prompt, warning } = model.encode(prompt)?;
+    let mut samples = Vec::new();
+    model.rollout(cpu, std::slice::from_ref(&prompt), sampling, &Serving::default(), |sample| {
+        samples.push(sample);
+        Ok(())
+    })?;
+    let Some(Sample { mut tokens, stop, .. }) = samples.pop() else {
+        return Err(ModelError::input("samples", "is 0; a generation is one"));
+    };
+    if let Stop::Eos | Stop::StopToken = stop {
+        tokens.pop();
+    }
+    let mut text = model.decode(&tokens)?;
+    let ends = sampling.stop.iter().filter_map(|stop| text.find(stop));
+    if let Some(end) = ends.min() {
+        text.truncate(end);
+    }
+    Ok(Generation { prompt, tokens, text, stop, warning })
 }
 
 /// Continues `prompt` by the likeliest token until eos, `max_tokens` or the last position.

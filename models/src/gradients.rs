@@ -13,7 +13,7 @@ use crate::decoder::{Decoder, Runner};
 use crate::layers::branch::{Place, Saved, Stream};
 use crate::layers::head::Logprobs;
 use crate::pass::Pass;
-use crate::rollout::{check_temperature, divisor};
+use crate::sampling::{check_temperature, divisor};
 use crate::state::States;
 use crate::step::{Rows, SequenceInput, Step, StepInputs};
 use crate::sums::{Partial, Sums, Tree, overflows};

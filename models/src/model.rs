@@ -8,7 +8,7 @@ use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Tokenizer;
 use crate::trace::{TraceHook, all_finite};
 use crate::weights::Weights;
-use crate::{Audit, Config, Grouping, ModelError, Run, Schedule};
+use crate::{Audit, Config, Grouping, ModelError, Run, Sampling, SamplingRule, Schedule};
 use samebits_ops::device::Device;
 use samebits_ops::{Cpu, DType, Tensor, TensorRef};
 use std::collections::BTreeMap;
@@ -364,6 +364,18 @@ impl Model {
     pub fn generate(&self, cpu: &Cpu, prompt: &str, max_tokens: usize) -> Result<Generation, ModelError> {
         let tokenizer = self.tokenizer()?;
         generate::greedy(&self.on(cpu), tokenizer, prompt, max_tokens)
+    }
+
+    /// The same by other tokens than the likeliest, or with other ends, as `sampling` says.
+    ///
+    /// # Errors
+    /// As [`Model::generate`] and [`Model::rollout`].
+    pub fn generate_by(&self, cpu: &Cpu, prompt: &str, sampling: &Sampling) -> Result<Generation, ModelError> {
+        let greedy = Sampling { max_tokens: sampling.max_tokens, rule: SamplingRule::at(0.0), ..Sampling::default() };
+        match *sampling == (Sampling { seed: sampling.seed, ..greedy }) {
+            true => self.generate(cpu, prompt, sampling.max_tokens),
+            false => generate::sampled(self, cpu, prompt, sampling),
+        }
     }
 }
 

@@ -1,35 +1,21 @@
 //! Sampling many texts at once over one paged cache, and what each token's probability was.
 //!
-//! A sample is a function of the model, its prompt, its number, the temperature and the seed. Who shares its batch, how
+//! A sample is a function of the model, its prompt, its number, how it is sampled and the seed. Who shares its batch, how
 //! its prompt is cut, where its keys stand and whether its prompt came from the cache are not seen: its logits do not see
 //! them, and each random number belongs to one (seed, sequence, position) and to no generator's state.
 
 use crate::decoder::Runner;
 use crate::generate::Stop;
+use crate::sampling::{Checked, Places, random};
 use crate::state::States;
 use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Encoded;
 use crate::trace::{TraceHook, all_finite};
-use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Run};
-use samebits_ops::{Cpu, Logprob, argmax, logprob, scale, softmax};
+use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Run, Sampling, SamplingRule};
+use samebits_ops::Cpu;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Range;
 use std::time::Instant;
-
-/// What is sampled.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sampling {
-    /// Texts per prompt.
-    pub samples: usize,
-    /// Most tokens of a text.
-    pub max_tokens: usize,
-    /// Logits are divided by it; 0 takes the likeliest token.
-    pub temperature: f64,
-    /// Seed of the random numbers.
-    pub seed: u64,
-    /// Whether a text goes on behind an eos token.
-    pub ignore_eos: bool,
-}
 
 /// How texts are run together; nothing here may move a bit.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -61,9 +47,9 @@ pub struct Sample {
     pub prompt: usize,
     /// Positions it may come to hold: prompt plus `max_tokens`, at most what the run has.
     pub limit: usize,
-    /// Its tokens behind the prompt, an eos that ended it included.
+    /// Its tokens behind the prompt, what ended it included.
     pub tokens: Vec<i32>,
-    /// Log-probability of each token at the sampling temperature (at 1 where that is 0).
+    /// Log-probability of each token in the distribution that it was sampled from (at a temperature of 0, that of temperature 1).
     pub logprobs: Vec<f32>,
     /// Why it ended.
     pub stop: Stop,
@@ -82,6 +68,9 @@ pub struct Timing {
     pub sampled_seconds: f64,
 }
 
+/// Rows of logits that are scored together.
+const ROWS: usize = 32;
+
 /// A text on its way.
 struct Active {
     request: usize,
@@ -95,21 +84,46 @@ impl Model {
     /// Samples texts behind `prompts`; `done` gets each as it ends.
     ///
     /// # Errors
-    /// An empty prompt, a token outside the vocabulary, a prompt that leaves no position to sample at, a temperature that
-    /// is negative or not finite, logits or log-probabilities that are not finite, too little memory; what `done` refuses.
+    /// An empty prompt, a token outside the vocabulary, a prompt that leaves no position to sample at, settings out of their
+    /// range, all of them together, logits or log-probabilities that are not finite, too little memory; what `done` refuses.
     pub fn rollout(
         &self,
         cpu: &Cpu,
         prompts: &[Vec<i32>],
         sampling: &Sampling,
         serving: &Serving,
+        done: impl FnMut(Sample) -> Result<(), ModelError>,
+    ) -> Result<Timing, ModelError> {
+        let each: Vec<_> = prompts.iter().map(|prompt| (prompt.clone(), sampling.clone())).collect();
+        self.rollout_each(cpu, &each, serving, done)
+    }
+
+    /// [`Model::rollout`] of prompts that are sampled each in its own way; texts are numbered through.
+    ///
+    /// # Errors
+    /// As [`Model::rollout`].
+    pub fn rollout_each(
+        &self,
+        cpu: &Cpu,
+        prompts: &[(Vec<i32>, Sampling)],
+        serving: &Serving,
         mut done: impl FnMut(Sample) -> Result<(), ModelError>,
     ) -> Result<Timing, ModelError> {
-        let on = self.on(cpu);
-        let mut queue = Queue::new(&on, serving)?;
-        queue.add(self.config(), prompts, sampling, 0)?;
+        let mut queue = Queue::new(&self.on(cpu), serving)?;
+        let (mut first, mut complaints) = (0usize, Vec::new());
+        for (i, (prompt, sampling)) in prompts.iter().enumerate() {
+            let added = queue.add_from(self, std::slice::from_ref(prompt), sampling, first, i);
+            // What is wrong with the settings of all is said once.
+            if let Err(error) = added
+                && !complaints.iter().any(|other: &ModelError| other.to_string() == error.to_string())
+            {
+                complaints.push(error);
+            }
+            first = first.saturating_add(sampling.samples);
+        }
+        ModelError::all(complaints)?;
         while queue.requests().next().is_some() {
-            queue.step(&on)?.into_iter().filter_map(|event| event.sample).try_for_each(&mut done)?;
+            queue.step(self, cpu)?.into_iter().filter_map(|event| event.sample).try_for_each(&mut done)?;
         }
         Ok(queue.timing())
     }
@@ -139,22 +153,21 @@ impl Model {
         self.tokenizer()?.decode(self.config(), tokens)
     }
 
-    /// Log-probabilities of tokens behind their prompts, by one forward: for each `(prompt, tokens)` those of `tokens`, as
-    /// [`Model::rollout`] reports them.
+    /// Log-probabilities of tokens behind their prompts, by one forward: for each `(prompt, tokens, rule)` those of `tokens`, as
+    /// [`Model::rollout`] reports them of texts that are sampled by the rule; -inf for a token that it could not sample.
     ///
     /// # Errors
-    /// A prompt without tokens, or nothing behind it; a temperature that [`Model::rollout`] refuses; as
-    /// [`Model::forward_run`].
+    /// A prompt without tokens, or nothing behind it; a rule that [`Model::rollout`] refuses; as [`Model::forward_run`].
     pub fn score(
         &self,
         cpu: &Cpu,
-        texts: &[(&[i32], &[i32])],
-        temperature: f64,
+        texts: &[(&[i32], &[i32], &SamplingRule)],
         run: Run,
     ) -> Result<Vec<Vec<f32>>, ModelError> {
-        check_temperature(temperature)?;
         let vocab = self.config().vocab;
-        for (i, (prompt, tokens)) in texts.iter().enumerate() {
+        let rules: Result<Vec<Checked>, _> = texts.iter().map(|(.., rule)| Checked::new(rule, self.config())).collect();
+        let rules = rules?;
+        for (i, (prompt, tokens, _)) in texts.iter().enumerate() {
             if prompt.is_empty() || tokens.is_empty() {
                 let why = format!(
                     "text {i} has {} and {} behind them; give at least one of each",
@@ -167,16 +180,25 @@ impl Model {
             self.config().check_length("tokens", &format!("text {i}"), len)?;
             self.config().check_tokens("tokens", tokens, tokens.len())?;
         }
-        let whole: Vec<Vec<i32>> = texts.iter().map(|(prompt, tokens)| [*prompt, *tokens].concat()).collect();
+        let whole: Vec<Vec<i32>> = texts.iter().map(|(prompt, tokens, _)| [*prompt, *tokens].concat()).collect();
         // The last token's own logits are of no use.
         let fed: Vec<&[i32]> = whole.iter().map(|tokens| &tokens[..tokens.len() - 1]).collect();
         let run = Run { allow_nonfinite: false, probe: None, ..run };
         let logits = self.forward_run(cpu, &fed, run)?;
         let mut scores = Vec::new();
         let mut row = 0;
-        for ((prompt, tokens), fed) in texts.iter().zip(&fed) {
-            let rows = &logits[(row + prompt.len() - 1) * vocab..(row + fed.len()) * vocab];
-            scores.push(logprobs(cpu, vocab, temperature, rows, tokens)?);
+        for (((prompt, tokens, _), rule), fed) in texts.iter().zip(&rules).zip(&fed) {
+            let mut of_text = Vec::with_capacity(tokens.len());
+            let first = row + prompt.len() - 1;
+            for from in (0..tokens.len()).step_by(ROWS) {
+                let some = &tokens[from..tokens.len().min(from + ROWS)];
+                let logits = &logits[(first + from) * vocab..][..some.len() * vocab];
+                let mut places = Places::default();
+                places.push(rule, prompt, &tokens[..from + some.len() - 1], from);
+                let y = places.truncated(cpu, vocab, logits)?;
+                of_text.extend(places.logprobs(cpu, logits, &y, some)?);
+            }
+            scores.push(of_text);
             row += fed.len();
         }
         Ok(scores)
@@ -205,7 +227,10 @@ impl Event {
 /// What is asked for together.
 struct Request {
     prompts: Vec<Vec<i32>>,
+    /// The number of the first of them.
+    number: usize,
     sampling: Sampling,
+    rule: Checked,
     /// The number of its first text.
     first: usize,
     /// Texts that have not ended.
@@ -248,13 +273,30 @@ impl Queue {
     /// Puts the texts behind some prompts, numbered from `first` on, to those that wait; the number of the request.
     pub fn add(
         &mut self,
-        c: &Config,
+        model: &Model,
         prompts: &[Vec<i32>],
         sampling: &Sampling,
         first: usize,
     ) -> Result<usize, ModelError> {
-        check_temperature(sampling.temperature)?;
-        for (i, prompt) in prompts.iter().enumerate() {
+        self.add_from(model, prompts, sampling, first, 0)
+    }
+
+    /// The same with the first prompt as number `number`.
+    fn add_from(
+        &mut self,
+        model: &Model,
+        prompts: &[Vec<i32>],
+        sampling: &Sampling,
+        first: usize,
+        number: usize,
+    ) -> Result<usize, ModelError> {
+        let c = model.config();
+        sampling.check(c)?;
+        let rule = Checked::new(&sampling.rule, c)?;
+        if !sampling.stop.is_empty() {
+            model.tokenizer()?;
+        }
+        for (i, prompt) in prompts.iter().enumerate().map(|(i, prompt)| (number + i, prompt)) {
             c.check_tokens("prompt", prompt, prompt.len())?;
             if prompt.is_empty() || sampling.max_tokens > 0 && prompt.len() >= c.longest() {
                 let who = if c.longest() < c.max_positions { "run" } else { "model" };
@@ -276,7 +318,7 @@ impl Queue {
         if left > 0 {
             self.waiting.extend((0..prompts.len()).map(|prompt| (request, prompt, 0..sampling.samples)));
             let prompts = prompts.to_vec();
-            self.requests.insert(request, Request { prompts, sampling: *sampling, first, left });
+            self.requests.insert(request, Request { prompts, number, sampling: sampling.clone(), rule, first, left });
         }
         Ok(request)
     }
@@ -307,7 +349,7 @@ impl Queue {
     }
 
     /// Begins what waits, as long as there is room.
-    fn begin(&mut self, c: &Config, events: &mut Vec<Event>) {
+    fn begin(&mut self, c: &crate::Config, events: &mut Vec<Event>) {
         while self.active.len() < self.serving.batch {
             let Some(front) = self.waiting.front_mut() else { break };
             let (request, prompt) = (front.0, front.1);
@@ -315,11 +357,18 @@ impl Queue {
                 self.waiting.pop_front();
                 continue;
             };
-            let Request { prompts, sampling, first, .. } = &self.requests[&request];
+            let Request { prompts, number, sampling, first, .. } = &self.requests[&request];
             let tokens = &prompts[prompt];
             let limit = tokens.len().saturating_add(sampling.max_tokens).min(c.longest());
             let sequence = first + prompt * sampling.samples + sample;
-            let sample = Sample { sequence, prompt, limit, tokens: vec![], logprobs: vec![], stop: Stop::Ended };
+            let sample = Sample {
+                sequence,
+                prompt: number + prompt,
+                limit,
+                tokens: vec![],
+                logprobs: vec![],
+                stop: Stop::Ended,
+            };
             if sampling.max_tokens == 0 {
                 let sample = Sample { stop: Stop::MaxTokens, ..sample };
                 self.left(request);
@@ -353,16 +402,16 @@ impl Queue {
     }
 
     /// Begins what there is room for and feeds all texts on their way: what became of them. Behind an error no text is left.
-    pub fn step(&mut self, on: &Runner) -> Result<Vec<Event>, ModelError> {
-        let found = self.feed(on);
+    pub fn step(&mut self, model: &Model, cpu: &Cpu) -> Result<Vec<Event>, ModelError> {
+        let found = self.feed(model, cpu);
         if found.is_err() {
             self.requests().collect::<Vec<_>>().into_iter().for_each(|request| drop(self.end(request)));
         }
         found
     }
 
-    fn feed(&mut self, on: &Runner) -> Result<Vec<Event>, ModelError> {
-        let (c, cpu) = (on.config(), on.cpu);
+    fn feed(&mut self, model: &Model, cpu: &Cpu) -> Result<Vec<Event>, ModelError> {
+        let (on, c) = (&model.on(cpu), model.config());
         let mut events = Vec::new();
         self.begin(c, &mut events);
         if self.active.is_empty() {
@@ -382,46 +431,29 @@ impl Queue {
         let texts = fed.len();
         let of_prompts = self.active.iter().zip(&fed).filter(|(text, _)| text.sample.tokens.is_empty());
         let fed_prompts: usize = of_prompts.map(|(_, fed)| fed).sum();
-
+        for (at, fed) in fed.into_iter().enumerate() {
+            self.active[at].pending.drain(..fed);
+            self.keep_stem(at);
+        }
+        let next = self.sample(on, &logits)?;
         let mut ended = Vec::new();
-        for ((at, fed), logits) in fed.into_iter().enumerate().zip(logits.chunks_exact(c.vocab)) {
+        for (at, token, logprob) in next {
             let text = &mut self.active[at];
-            text.pending.drain(..fed);
-            if !text.pending.is_empty() {
-                continue;
-            }
-            let (request, of) = (text.request, (text.request, text.sample.prompt));
-            let Request { prompts, sampling, .. } = &self.requests[&request];
-            let prompt = &prompts[of.1];
-            let of_prompt = self.waiting.iter().filter(|(request, other, _)| (*request, *other) == of);
-            let wanted: usize = of_prompt.map(|(_, _, samples)| samples.len()).sum();
-            if self.serving.share_prompts
-                && wanted > 0
-                && !self.stems.contains_key(&of)
-                && text.sample.tokens.is_empty()
-            {
-                self.stems.insert(of, (self.states.fork(text.number, prompt.len(), text.sample.limit), wanted));
-            }
-            let position = prompt.len() + text.sample.tokens.len();
-            if !all_finite(logits) {
-                let fed = [&prompt[..], &text.sample.tokens].concat();
-                return Err(on.why_not_finite(text.sample.sequence, &fed, text.sample.limit));
-            }
-            let token = choose(cpu, sampling, logits, text.sample.sequence, position)?;
-            let logprob = logprobs(cpu, c.vocab, sampling.temperature, logits, &[token])?[0];
-            text.sample.logprobs.push(logprob);
-            text.sample.tokens.push(token);
             text.pending.push(token);
-            let sample = &mut text.sample;
-            let is_eos = !sampling.ignore_eos && c.eos.contains(&token);
+            let (sample, Request { prompts, number, sampling, .. }) = (&mut text.sample, &self.requests[&text.request]);
+            sample.logprobs.push(logprob);
+            sample.tokens.push(token);
+            let position = prompts[sample.prompt - number].len() + sample.tokens.len();
             let stop = match () {
-                () if is_eos => Some(Stop::Eos),
+                () if !sampling.ignore_eos && c.eos.contains(&token) => Some(Stop::Eos),
+                () if sampling.stop_token_ids.contains(&token) => Some(Stop::StopToken),
+                () if sampling.ends(model, &sample.tokens)? => Some(Stop::StopText),
                 () if sample.tokens.len() == sampling.max_tokens => Some(Stop::MaxTokens),
-                () if position + 1 >= sample.limit => Some(Stop::MaxPositions),
+                () if position >= sample.limit => Some(Stop::MaxPositions),
                 () => None,
             };
             let (sequence, next) = (sample.sequence, Some((token, logprob)));
-            events.push(Event { request, sequence, next, sample: None });
+            events.push(Event { request: text.request, sequence, next, sample: None });
             if let Some(stop) = stop {
                 sample.stop = stop;
                 ended.push((at, events.len() - 1));
@@ -446,92 +478,44 @@ impl Queue {
         }
         Ok(events)
     }
-}
 
-/// Refuses a temperature that logits cannot be divided by.
-pub(crate) fn check_temperature(t: f64) -> Result<(), ModelError> {
-    let inverse = (1.0 / t) as f32;
-    if t == 0.0 || t > 0.0 && t.is_finite() && inverse > 0.0 && inverse.is_finite() {
-        return Ok(());
-    }
-    let why = format!("is {t}; it must be 0 or a number above 0 whose inverse is within f32");
-    Err(ModelError::input("temperature", why))
-}
-
-/// What logits are divided by for log-probabilities: at a temperature of 0, where the likeliest token is taken, they are those
-/// at 1.
-pub(crate) fn divisor(temperature: f64) -> f64 {
-    if temperature == 0.0 { 1.0 } else { temperature }
-}
-
-/// `logits[rows,V]`, one token for each row.
-fn logprobs(cpu: &Cpu, vocab: usize, temperature: f64, logits: &[f32], tokens: &[i32]) -> Result<Vec<f32>, ModelError> {
-    let temperature = divisor(temperature);
-    let (mut scores, mut lse) = (vec![0f32; tokens.len()], vec![0f32; tokens.len()]);
-    let shape = Logprob { rows: tokens.len(), vocab, temperature };
-    logprob(cpu, &shape, logits, tokens, &mut scores, &mut lse)?;
-    if !all_finite(&scores) {
-        let largest = logits.iter().fold(0f32, |most, x| most.max(x.abs()));
-        let why = format!(
-            "is {temperature}; logits as large as {largest:e} over it are beyond f32: raise it, or look at the weights"
-        );
-        return Err(ModelError::input("temperature", why));
-    }
-    Ok(scores)
-}
-
-/// The next token: the first one at which the sum of the weights so far exceeds the random share of their total. Weights
-/// are `softmax` of the scaled logits, sums f64, ascending.
-fn choose(cpu: &Cpu, sampling: &Sampling, logits: &[f32], sequence: usize, position: usize) -> Result<i32, ModelError> {
-    let mut best = [0];
-    argmax(cpu, 1, logits.len(), logits, &mut best)?;
-    if sampling.temperature == 0.0 {
-        return Ok(best[0]);
-    }
-    let (mut scaled, mut weights) = (vec![0f32; logits.len()], vec![0f32; logits.len()]);
-    scale(cpu, 1.0 / sampling.temperature, logits, &mut scaled)?;
-    softmax(cpu, 1, logits.len(), &scaled, &mut weights)?;
-    let total: f64 = weights.iter().map(|&w| f64::from(w)).sum();
-    let bound = random(sampling.seed, sequence as u64, position as u64) * total;
-    let mut sum = 0.0;
-    for (token, &weight) in weights.iter().enumerate() {
-        sum += f64::from(weight);
-        if sum > bound {
-            return Ok(token as i32);
+    /// Keeps what a text has of its prompt for those that still want it.
+    fn keep_stem(&mut self, at: usize) {
+        let text = &self.active[at];
+        let Request { prompts, number, .. } = &self.requests[&text.request];
+        let of = (text.request, text.sample.prompt - number);
+        let of_prompt = self.waiting.iter().filter(|(request, prompt, _)| (*request, *prompt) == of);
+        let wanted: usize = of_prompt.map(|(_, _, samples)| samples.len()).sum();
+        let is_whole = text.pending.is_empty() && text.sample.tokens.is_empty();
+        if self.serving.share_prompts && is_whole && wanted > 0 && !self.stems.contains_key(&of) {
+            let stem = self.states.fork(text.number, prompts[of.1].len(), text.sample.limit);
+            self.stems.insert(of, (stem, wanted));
         }
     }
-    Ok(best[0])
-}
 
-/// The random number of a position: in [0, 1), of 53 bits, a hash of its three arguments.
-fn random(seed: u64, sequence: u64, position: u64) -> f64 {
-    // SplitMix64's step and finish.
-    let mix = |state: u64| {
-        let mut z = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    };
-    let bits = mix(mix(mix(seed).wrapping_add(sequence)).wrapping_add(position));
-    (bits >> 11) as f64 / (1u64 << 53) as f64
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn random_numbers_are_even_and_differ_by_every_argument() {
-        let mut buckets = [0; 16];
-        for sequence in 0..40 {
-            for position in 0..400 {
-                buckets[(random(7, sequence, position) * 16.0) as usize] += 1;
+    /// The next token of each text that has been fed whole, and its log-probability.
+    fn sample(&self, on: &Runner, logits: &[f32]) -> Result<Vec<(usize, i32, f32)>, ModelError> {
+        let vocab = on.config().vocab;
+        let (mut ready, mut of_ready, mut places, mut bits) = (vec![], vec![], Places::default(), vec![]);
+        for ((at, text), logits) in self.active.iter().enumerate().zip(logits.chunks_exact(vocab)) {
+            if !text.pending.is_empty() {
+                continue;
             }
+            let Request { prompts, number, sampling, rule, .. } = &self.requests[&text.request];
+            let (prompt, sample) = (&prompts[text.sample.prompt - number], &text.sample);
+            if !all_finite(logits) {
+                let fed = [&prompt[..], &sample.tokens].concat();
+                return Err(on.why_not_finite(sample.sequence, &fed, sample.limit));
+            }
+            let position = prompt.len() + sample.tokens.len();
+            bits.push(random(sampling.seed, sample.sequence as u64, position as u64));
+            places.push(rule, prompt, &sample.tokens, sample.tokens.len());
+            of_ready.extend_from_slice(logits);
+            ready.push(at);
         }
-        assert!(buckets.iter().all(|&count| (850..1150).contains(&count)), "{buckets:?}");
-        let one = random(1, 2, 3);
-        assert!([random(2, 2, 3), random(1, 3, 3), random(1, 2, 4), random(1, 3, 2)].iter().all(|&other| other != one));
-        // Computed by another program from the page.
-        assert_eq!(random(1, 2, 3), 0.4175580595044027);
+        let y = places.truncated(on.cpu, vocab, &of_ready)?;
+        let tokens = places.sample(on.cpu, &y, &bits)?;
+        let logprobs = places.logprobs(on.cpu, &of_ready, &y, &tokens)?;
+        Ok(ready.into_iter().zip(tokens).zip(logprobs).map(|((at, token), logprob)| (at, token, logprob)).collect())
     }
 }

@@ -5,7 +5,7 @@
 use samebits_models::plan::{Activation, Branch, Heads, Layer};
 use samebits_models::{
     Accumulator, Audit, Batch, Config, Engine, Event, GradientRun, Grouping, Loss, Model, ModelError, Optimizer,
-    Padding, PageOrder, Partial, Precision, RopeLength, Run, Sampling, Schedule, Serving, Trainer,
+    Padding, PageOrder, Partial, Precision, RopeLength, Run, Sampling, SamplingRule, Schedule, Serving, Trainer,
 };
 use samebits_ops::{Cpu, Tensor};
 use std::collections::BTreeMap;
@@ -55,7 +55,7 @@ fn what_overflowed_is_refused_by_name() {
     let (model, cpu) = (load("qwen3-adder"), Cpu::best());
     let line = |found: Result<(), ModelError>| found.unwrap_err().to_string();
     let score = |prompt: &[i32], tokens: &[i32], t: f64, run: Run| {
-        line(model.score(&cpu, &[(prompt, tokens)], t, run).map(drop))
+        line(model.score(&cpu, &[(prompt, tokens, &SamplingRule::at(t))], run).map(drop))
     };
     assert!(score(&[], &[1, 2], 1.0, Run::default()).starts_with("tokens: text 0 has 0 and 2 behind them"));
     assert!(score(&[1], &[], 1.0, Run::default()).starts_with("tokens: text 0 has 1 and 0 behind them"));
@@ -69,7 +69,7 @@ fn what_overflowed_is_refused_by_name() {
         assert!(line(model.logprobs(&cpu, &[vec![1, 2]], 1.0, &run).map(drop)).starts_with("padding: is "));
     }
     // As many as are asked for are made one after the other, not kept room for.
-    let sampling = Sampling { samples: usize::MAX, max_tokens: 1, temperature: 1.0, seed: 0, ignore_eos: true };
+    let sampling = Sampling { samples: usize::MAX, max_tokens: 1, ignore_eos: true, ..Sampling::default() };
     let mut engine = Engine::new(model, &Serving::default(), &cpu).unwrap();
     assert!(line(engine.add(&[vec![1], vec![1]], &sampling, 0).map(drop)).starts_with("samples: "));
     let request = engine.add(&[vec![1]], &sampling, 0).unwrap();
@@ -103,12 +103,14 @@ fn runs_of_any_kind_end() {
         };
         let texts: Vec<Vec<i32>> = (0..pick.below(4)).map(|_| pick.tokens()).collect();
         let borrowed: Vec<&[i32]> = texts.iter().map(Vec::as_slice).collect();
-        let pairs: Vec<(&[i32], &[i32])> = borrowed.iter().map(|text| text.split_at(text.len() / 2)).collect();
         let t = pick.of(&FLOATS);
+        let rule = SamplingRule { temperature: t, top_k: pick.of(&[0, 0, 1, 5]), ..SamplingRule::default() };
+        let halves = borrowed.iter().map(|text| text.split_at(text.len() / 2));
+        let pairs: Vec<_> = halves.map(|(prompt, tokens)| (prompt, tokens, &rule)).collect();
         let of_run = run(&mut pick);
         let found = [
             model.forward_run(&cpu, &borrowed, of_run).is_ok(),
-            model.score(&cpu, &pairs, t, run(&mut pick)).is_ok(),
+            model.score(&cpu, &pairs, run(&mut pick)).is_ok(),
             model
                 .forward(&cpu, &texts.concat(), pick.of(&SIZES), pick.of(&SIZES), Schedule::Prefill, Grouping::Together)
                 .is_ok(),
@@ -153,9 +155,19 @@ fn rollouts_of_any_kind_end() {
         let sampling = Sampling {
             samples: pick.of(&[0, 1, 2, 3]),
             max_tokens: pick.of(&[0, 1, 5, 5, usize::MAX]),
-            temperature: pick.of(&FLOATS),
+            rule: SamplingRule {
+                temperature: pick.of(&FLOATS),
+                top_k: pick.of(&[0, 0, 3, usize::MAX]),
+                top_p: pick.of(&[1.0, 1.0, 0.5, 1e-300, 1.5]),
+                min_p: pick.of(&[0.0, 0.0, 0.3, 1.0, -1.0]),
+                presence_penalty: pick.of(&[0.0, 0.0, 1.5, 1e300]),
+                logit_bias: [(1, pick.of(&[0.0, -7.0, 1e38]))].into(),
+                banned_tokens: vec![pick.of(&[2, 2, 2, 5000])],
+                ..SamplingRule::default()
+            },
             seed: pick.of(&SIZES) as u64,
             ignore_eos: true,
+            ..Sampling::default()
         };
         let prompts: Vec<Vec<i32>> = (0..pick.below(3)).map(|_| pick.tokens()).collect();
         let found = model.rollout(&cpu, &prompts, &sampling, &serving, |_| Ok(()));

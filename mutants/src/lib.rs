@@ -20,6 +20,7 @@ mod mutation;
 pub mod orders;
 mod plain;
 mod rows;
+mod sampling;
 mod scans;
 mod tokens;
 mod train;

@@ -5,7 +5,9 @@
 
 use crate::memory::held_here;
 use crate::models::{ModelMutant, ModelMutation};
-use crate::{attention, chain, convolutions, delta, elements, gemm, gradients, plain, rows, scans, tokens, train};
+use crate::{
+    attention, chain, convolutions, delta, elements, gemm, gradients, plain, rows, sampling, scans, tokens, train,
+};
 use samebits_contract::axis::{PACKED, PAGED};
 use samebits_contract::case::{Answer, Case};
 use samebits_contract::round;
@@ -49,6 +51,7 @@ pub fn mutations() -> impl Iterator<Item = &'static Mutation> {
         .chain([
             convolutions::MUTATIONS,
             delta::MUTATIONS,
+            sampling::MUTATIONS,
             scans::MUTATIONS,
             train::MUTATIONS,
             chain::MUTATIONS,

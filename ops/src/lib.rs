@@ -34,6 +34,7 @@ mod profile;
 mod reduce;
 mod registry;
 mod rope;
+mod sampling;
 mod scan;
 mod simd;
 mod tensor;
@@ -117,6 +118,9 @@ pub use rope::rope_backward::rope_backward;
 pub use samebits_schema as schema;
 pub use samebits_schema::batch_loss::MOST_GROUPS;
 pub use samebits_schema::{Attributes, DType};
+pub use sampling::draw::{draw, random_halves};
+pub use sampling::penalize::{Penalties, penalize};
+pub use sampling::truncate::{Truncation, truncate};
 pub use scan::selective::{SelectiveInputs, SelectiveScan};
 pub use scan::selective_scan::selective_scan;
 pub use scan::selective_scan_backward::{SelectiveGradients, SelectiveOutputGradients, selective_scan_backward};
@@ -206,6 +210,9 @@ pub mod device {
     pub use crate::registry::units;
     pub use crate::rope::rope::{Rotations, on_device as rope};
     pub use crate::rope::rope_backward::on_device as rope_backward;
+    pub use crate::sampling::draw::on_device as draw;
+    pub use crate::sampling::penalize::on_device as penalize;
+    pub use crate::sampling::truncate::on_device as truncate;
     pub use crate::scan::selective_scan::{DeviceInputs as SelectiveInputs, on_device as selective_scan};
     pub use crate::scan::selective_scan_backward::{
         DeviceOutputGradients as SelectiveOutputGradients, on_device as selective_scan_backward,

@@ -56,6 +56,8 @@ pub struct Profile {
     pub normal_density: f32,
     /// What is added to the sum of sigmoids that weights of experts are divided by.
     pub route: f32,
+    /// What the weight of a token is multiplied with before it becomes an integer; 2^40.
+    pub drawn: f32,
 }
 
 /// binary32, to nearest even, with gradual underflow, in the order of `docs/NUMERICS.md`.
@@ -92,6 +94,7 @@ pub const IEEE: Profile = Profile {
     normal_step: f32::from_bits(0x3E87_AE14),
     normal_density: f32::from_bits(0x3ECC_422A),
     route: 1e-20,
+    drawn: 1_099_511_627_776.0,
 };
 
 /// Those that the ops of this crate have.
@@ -241,7 +244,8 @@ pub(crate) mod tests {
         let exp2 = IEEE.exp2.map(bits);
         let route = bits(IEEE.route.to_bits());
         let written = [hi, lo, route].into_iter().chain(gelu).chain(wide).chain(exp2);
-        let written: Vec<String> = written.chain(["4194304.0".into(), "65536.0".into(), "1e-20".into()]).collect();
+        let written: Vec<String> =
+            written.chain(["4194304.0".into(), "65536.0".into(), "1e-20".into(), "1099511627776".into()]).collect();
         while let Some(folder) = folders.pop() {
             for entry in std::fs::read_dir(&folder).unwrap() {
                 let path = entry.unwrap().path();

@@ -12,7 +12,7 @@ use std::sync::{PoisonError, RwLock};
 
 /// The ops of each folder. No static: of a static, unit tests would compile every kernel. They do of a call by name as well,
 /// which `tests/ops` makes instead.
-const FOLDERS: [&[&Entry]; 14] = [
+const FOLDERS: [&[&Entry]; 15] = [
     crate::attention::OPS,
     crate::conv::OPS,
     crate::delta::OPS,
@@ -23,6 +23,7 @@ const FOLDERS: [&[&Entry]; 14] = [
     crate::moe::OPS,
     crate::norm::OPS,
     crate::rope::OPS,
+    crate::sampling::OPS,
     crate::scan::OPS,
     crate::token::OPS,
     crate::train::OPS,

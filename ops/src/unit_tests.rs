@@ -117,6 +117,7 @@ pub const UNIT_TESTS: &[UnitTest] = named![
     crate::rope::rope::tests::the_precise_path_rounds_to_odd,
     crate::rope::rope::tests::a_value_beside_a_tie_is_decided_by_the_precise_one,
     crate::rope::rope::tests::inv_freq_is_the_power,
+    crate::sampling::weights::tests::shares_are_exact,
     crate::simd::emulated::definition::lanes_are_those_of_plain_loops,
     crate::simd::emulated::definition::words_are_those_of_plain_loops,
     crate::simd::emulated::definition::dot_products_are_those_of_integers,

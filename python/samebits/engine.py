@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import warnings
@@ -79,11 +80,11 @@ class Sample:
     prompt_tokens: list[int] = field(repr=False)
     """The tokens before it."""
     tokens: Any
-    """Its tokens, an eos that ended it included: int32."""
+    """Its tokens, what ended it included: int32."""
     logprobs: Any = field(repr=False)
-    """The log-probability of each token at the temperature of sampling (at 1 where that is 0): float32."""
+    """The log-probability of each token in the distribution that it was sampled from (at a temperature of 0, that of 1): float32."""
     stop: str
-    """Why it ended: "eos", "max_tokens", "max_positions", or "ended" from outside."""
+    """Why it ended: "eos", "max_tokens", "max_positions", "stop_token", "stop_text", or "ended" from outside."""
     limit: int = field(repr=False)
     """Positions that it may come to hold."""
     version: int = field(repr=False)
@@ -94,6 +95,8 @@ class Sample:
     """What logits were divided by; 0 where the likeliest tokens were taken."""
     dtype: str = field(repr=False)
     """That of the engine."""
+    sampling: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    """How tokens were sampled beside the temperature: the settings of `Engine.stream` that were asked for."""
 
 
 def divisor(temperature: float) -> float:
@@ -112,6 +115,54 @@ def comparable(samples: Sequence[Sample], who: str, dtype: str, rope_length: int
                 raise ValueError(line)
 
 
+def of_all_tokens(samples: Sequence[Sample], who: str) -> None:
+    """Refuses samples whose log-probabilities are not those of all tokens, which `who` computes."""
+    for sample in samples:
+        if sample.sampling:
+            names = ", ".join(sample.sampling)
+            line = f"{names}: sample {sample.sequence} was sampled so; {who} has log-probabilities of all tokens, and Engine.score those"
+            raise ValueError(line)
+
+
+# How tokens are sampled beside the temperature: what changes nothing.
+_PLAIN: dict[str, Any] = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "logit_bias": {},
+    "banned_tokens": [],
+    "allowed_tokens": None,
+}
+
+
+def asked(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings that change something, as JSON has them."""
+    found: dict[str, Any] = {}
+    for name, plain in _PLAIN.items():
+        value = settings[name]
+        if name == "logit_bias":
+            value = {str(int(token)): float(bias) for token, bias in (value or {}).items()}
+        elif name in ("banned_tokens", "allowed_tokens"):
+            value = plain if value is None else [int(token) for token in value]
+        else:
+            value = int(value) if name == "top_k" else float(value)
+        if value != plain:
+            found[name] = value
+    return found
+
+
+def text_of(settings: Mapping[str, Any]) -> str:
+    """Settings as JSON, which has no NaN and no infinity."""
+    for name, value in settings.items():
+        numbers = value.values() if isinstance(value, dict) else [value]
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            raise ValueError(f"{name}: is {value}; use finite numbers")
+    return json.dumps(settings)
+
+
 @dataclass(frozen=True)
 class Token:
     """The next token of a text."""
@@ -127,7 +178,7 @@ class Token:
 class Stream(Iterator[Token]):
     """The tokens of a request as they are made. It ends its texts when it is closed or forgotten."""
 
-    def __init__(self, engine: _native.Engine, request: int, prompts: list[list[int]], of: tuple[int, int, float, str]) -> None:
+    def __init__(self, engine: _native.Engine, request: int, prompts: list[list[int]], of: tuple[Any, ...]) -> None:
         self._engine, self._request, self._prompts, self._of = engine, request, prompts, of
         self._told: list[Token] = []
         self._open, self._process = True, os.getpid()
@@ -226,11 +277,29 @@ class Engine:
         *,
         max_tokens: int = 64,
         temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        banned_tokens: Sequence[int] = (),
+        allowed_tokens: Sequence[int] | None = None,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
         seed: int = 0,
         ignore_eos: bool = False,
         first: int = 0,
     ) -> Stream:
         """Asks for `n` texts behind each prompt, and gives their tokens as they are made.
+
+        Logits get `logit_bias`, are divided (below 0: multiplied) by `repetition_penalty` where the text has their token, and lose
+        `frequency_penalty` for each time that it was sampled and `presence_penalty` where it was; then they are divided by
+        `temperature`. Of what is left the `top_k` likeliest tokens may be sampled (0: all), of these the likeliest up to the one
+        that reaches `top_p` of the probability, and of these the ones with at least `min_p` of the likeliest one's. Log-probabilities
+        are those of the distribution that was sampled. A text ends behind a token of `stop_token_ids`, or one with which it holds a
+        text of `stop`, for which the folder needs a tokenizer.
 
         A prompt is a list of tokens; where the folder has a tokenizer also a text, of which it makes the tokens that `AutoTokenizer`
         of transformers makes, or a conversation, a list of dictionaries with "role" and "content" for the folder's chat template.
@@ -239,10 +308,26 @@ class Engine:
         one request are those in two, the second of which has `first=5 * n`.
         """
         found = self.tokens(prompts)
+        settings = asked(
+            {
+                "top_k": top_k,
+                "top_p": top_p,
+                "min_p": min_p,
+                "repetition_penalty": repetition_penalty,
+                "frequency_penalty": frequency_penalty,
+                "presence_penalty": presence_penalty,
+                "logit_bias": logit_bias,
+                "banned_tokens": banned_tokens,
+                "allowed_tokens": allowed_tokens,
+            }
+        )
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        told = {**settings, "temperature": float(temperature), "stop": stops}
+        told["stop_token_ids"] = [int(token) for token in stop_token_ids]
         with self._lock:
             version = self.version
-            request = self._native.add(found, n, max_tokens, float(temperature), seed, ignore_eos, first)
-        return Stream(self._native, request, found, (version, self.rope_length, float(temperature), self.dtype))
+            request = self._native.add(found, n, max_tokens, text_of(told), seed, ignore_eos, first)
+        return Stream(self._native, request, found, (version, self.rope_length, float(temperature), self.dtype, settings))
 
     def generate(self, prompts: Any, n: int = 1, **sampling: Any) -> list[Sample]:
         """The texts that `stream` of the same arguments gives, in the order of their numbers."""
@@ -250,14 +335,15 @@ class Engine:
         return sorted(found, key=lambda sample: sample.sequence)
 
     def score(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Any]:
-        """The log-probabilities of samples once more, each by one forward over prompt and tokens, at the temperature that it was
-        made at: the bits of `logprobs`, with the weights that made them. Raises ValueError for samples of another dtype or rope
+        """The log-probabilities of samples once more, each by one forward over prompt and tokens, by the settings that it was
+        sampled by: the bits of `logprobs`, with the weights that made them. Raises ValueError for samples of another dtype or rope
         length than the engine's, or of another `temperature` than the one that is asked for.
         """
         comparable(samples, "the engine", self.dtype, self.rope_length if self._depends else None, temperature)
         rows: list[Any] = [None] * len(samples)
-        for at in dict.fromkeys(sample.temperature for sample in samples):
-            places = [place for place, sample in enumerate(samples) if sample.temperature == at]
+        told = [text_of({**sample.sampling, "temperature": sample.temperature}) for sample in samples]
+        for at in dict.fromkeys(told):
+            places = [place for place, by in enumerate(told) if by == at]
             texts = [(samples[place].prompt_tokens, [int(token) for token in samples[place].tokens]) for place in places]
             for place, row in zip(places, self._native.score(texts, at)):
                 rows[place] = array(row, "float32")

@@ -2268,6 +2268,114 @@ def topk(
     """
     ...
 
+def penalize(
+    logits: T,
+    tokens: T,
+    begin: T,
+    prompt_end: T,
+    end: T,
+    repetition: T,
+    frequency: T,
+    presence: T,
+    bias: T | None = None,
+    *,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: T | None = None,
+) -> T:
+    """Logits plus `bias`, then those of tokens that a text has made less likely; its tokens so far are `begin..end` of `tokens`, its output those from `prompt_end` on.
+
+    Inputs:
+        logits[R,V]: bf16, fp16 or fp32
+        tokens[S]: i32; 0 to V - 1
+        begin[R]: i32; 0 to S
+        prompt_end[R]: i32; 0 to S
+        end[R]: i32; 0 to S
+        repetition[R]: fp32
+        frequency[R]: fp32
+        presence[R]: fp32
+        bias[R,V]: fp32, optional
+
+    Attributes:
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype: nothing here follows it
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        y[R,V]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; `tokens` outside 0..V; `begin` outside 0..=S; `prompt_end` outside 0..=S; `end` outside 0..=S
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def truncate(
+    x: T,
+    scale: T,
+    top_k: T,
+    top_p: T,
+    min_p: T,
+    *,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T]:
+    """Each row times its `scale`, and -inf in the place of tokens that may not be sampled; how many may.
+
+    Inputs:
+        x[R,V]: bf16, fp16 or fp32
+        scale[R]: fp32
+        top_k[R]: i32; 0 or more
+        top_p[R]: fp32
+        min_p[R]: fp32
+
+    Attributes:
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype: nothing here follows it
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        y[R,V]: fp32
+        kept[R]: i32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; V above 2^22
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def draw(
+    x: T,
+    bits: T,
+    *,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: T | None = None,
+) -> T:
+    """A token of each row, by the weights that softmax gives them and 64 random bits, the low half first.
+
+    Inputs:
+        x[R,V]: bf16, fp16 or fp32
+        bits[R,2]: i32; any
+
+    Attributes:
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype: nothing here follows it
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        token[R]: i32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; V above 2^22
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
 def route(
     logits: T,
     bias: T | None = None,

@@ -4,7 +4,7 @@ use crate::model::{Views, config_of, locked, refused, released, rope_length};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use samebits_models::{Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, Serving};
+use samebits_models::{Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, SamplingRule, Serving};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -17,6 +17,11 @@ type Told = (usize, Option<(i32, f32)>, Option<Ended>);
 
 fn ended(sample: Sample) -> Ended {
     (sample.prompt, sample.limit, sample.tokens, sample.logprobs, sample.stop.name())
+}
+
+/// Settings from their JSON.
+fn object(settings: &str) -> PyResult<serde_json::Map<String, serde_json::Value>> {
+    serde_json::from_str(settings).map_err(|e| PyValueError::new_err(format!("settings: {e}")))
 }
 
 /// The engine of `samebits.Engine`.
@@ -94,8 +99,9 @@ impl Engine {
         Ok(Engine { state: Mutex::new(state), process: std::process::id() })
     }
 
-    /// Asks for `samples` texts behind each prompt, the first of them with number `first`; the number of the request.
-    #[pyo3(signature = (prompts, samples, max_tokens, temperature, seed, ignore_eos, first))]
+    /// Asks for `samples` texts behind each prompt, the first of them with number `first`; the number of the request. Settings
+    /// are an object of JSON: how tokens are sampled, and what ends a text.
+    #[pyo3(signature = (prompts, samples, max_tokens, settings, seed, ignore_eos, first))]
     #[allow(clippy::too_many_arguments)]
     fn add(
         &self,
@@ -103,12 +109,13 @@ impl Engine {
         prompts: Vec<Vec<i32>>,
         samples: usize,
         max_tokens: usize,
-        temperature: f64,
+        settings: &str,
         seed: u64,
         ignore_eos: bool,
         first: usize,
     ) -> PyResult<usize> {
-        let sampling = Sampling { samples, max_tokens, temperature, seed, ignore_eos };
+        let mut sampling = Sampling { samples, max_tokens, seed, ignore_eos, ..Sampling::default() };
+        sampling.read(&object(settings)?).map_err(|e| PyValueError::new_err(e.to_string()))?;
         self.run(py, |state, _| {
             let request = state.engine.add(&prompts, &sampling, first)?;
             state.events.insert(request, VecDeque::new());
@@ -183,11 +190,13 @@ impl Engine {
         })
     }
 
-    /// Log-probabilities of tokens behind their prompts by one forward, as `next` tells them.
-    fn score(&self, py: Python<'_>, texts: Vec<(Vec<i32>, Vec<i32>)>, temperature: f64) -> PyResult<Vec<Vec<f32>>> {
+    /// Log-probabilities of tokens behind their prompts by one forward, as `next` tells them of texts sampled by these settings.
+    fn score(&self, py: Python<'_>, texts: Vec<(Vec<i32>, Vec<i32>)>, settings: &str) -> PyResult<Vec<Vec<f32>>> {
+        let mut rule = SamplingRule::default();
+        rule.read(&object(settings)?).map_err(|e| PyValueError::new_err(e.to_string()))?;
         self.run(py, |state, cpu| {
-            let texts: Vec<_> = texts.iter().map(|(prompt, tokens)| (&prompt[..], &tokens[..])).collect();
-            state.engine.model().score(cpu, &texts, temperature, Run::default())
+            let texts: Vec<_> = texts.iter().map(|(prompt, tokens)| (&prompt[..], &tokens[..], &rule)).collect();
+            state.engine.model().score(cpu, &texts, Run::default())
         })
     }
 

@@ -11,6 +11,8 @@ pub enum Holds {
     Mask,
     /// A position: 0 or more.
     Position,
+    /// Any integer.
+    Any,
     /// An entry of this axis.
     Below(&'static str),
     /// An entry of this axis, each once at most: what inputs and outputs have there belongs to the row that names it.
@@ -22,6 +24,8 @@ pub enum Holds {
     Ranks(&'static str),
     /// A number of entries: 0 to the product of these axes.
     Length(&'static [&'static str]),
+    /// A border between entries of this axis: 0 to its extent.
+    Place(&'static str),
     /// Where each sequence starts on this axis, and its end: ascending from 0 to the extent.
     Starts(&'static str),
     /// Entries of axis `pages`, where the lengths in input `lengths` reach them; elsewhere anything. Each stands for `size`
@@ -44,13 +48,13 @@ impl Holds {
         let of_model = |axis: &str| call.op.is_of_model(axis).then_some(1 << 31);
         let extent = |axis: &str| of_model(axis).unwrap_or_else(|| i64::try_from(call.dim(axis)).unwrap_or(i64::MAX));
         match self {
-            Holds::Floats | Holds::Mask => (i64::from(i32::MIN), i64::from(i32::MAX)),
+            Holds::Floats | Holds::Mask | Holds::Any => (i64::from(i32::MIN), i64::from(i32::MAX)),
             Holds::Position => (0, i64::from(i32::MAX)),
             Holds::Below(axis) | Holds::Distinct(axis) | Holds::Pages { pages: axis, .. } => (0, extent(axis) - 1),
             Holds::BelowOrIgnored(axis) => (i64::from(i32::MIN), extent(axis) - 1),
             Holds::Ranks(_) => (-1, i64::try_from(call.count("chosen")).unwrap_or(i64::MAX) - 1),
             Holds::Length(axes) => (0, axes.iter().fold(1, |product, axis| extent(axis).saturating_mul(product))),
-            Holds::Starts(axis) => (0, extent(axis)),
+            Holds::Place(axis) | Holds::Starts(axis) => (0, extent(axis)),
         }
     }
 }

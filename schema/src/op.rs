@@ -154,11 +154,13 @@ impl Input {
             Holds::Floats => return None,
             Holds::Mask => "0: padding; anything else: a token".into(),
             Holds::Position => "0 or more".into(),
+            Holds::Any => "any".into(),
             Holds::Below(axis) => format!("0 to {axis} - 1"),
             Holds::Distinct(axis) => format!("0 to {axis} - 1, none twice"),
             Holds::BelowOrIgnored(axis) => format!("below {axis}; negative ones are ignored"),
             Holds::Ranks(_) => "in each row 0 to `chosen` - 1 once, and -1 elsewhere".into(),
             Holds::Length(axes) => format!("0 to {}", axes.join(" ")),
+            Holds::Place(axis) => format!("0 to {axis}"),
             Holds::Starts(axis) => format!("ascending from 0 to {axis}"),
             Holds::Pages { pages, lengths, .. } => format!("0 to {pages} - 1 where `{lengths}` reaches"),
         })
@@ -430,9 +432,10 @@ impl Op {
                 Holds::BelowOrIgnored(axis) => format!("`{name}` of {axis} or more"),
                 Holds::Ranks(_) => format!("`{name}` without each rank once in a row"),
                 Holds::Length(axes) => format!("`{name}` outside 0..={}", axes.join(" ")),
+                Holds::Place(axis) => format!("`{name}` outside 0..={axis}"),
                 Holds::Starts(axis) => format!("`{name}` that does not ascend from 0 to {axis}"),
                 Holds::Pages { pages, .. } => format!("`{name}` outside 0..{pages} where in use"),
-                Holds::Floats | Holds::Mask | Holds::Position => return None,
+                Holds::Floats | Holds::Mask | Holds::Position | Holds::Any => return None,
             })
         });
         own.into_iter().chain(integers).collect::<Vec<_>>().join("; ")

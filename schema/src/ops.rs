@@ -28,6 +28,7 @@ pub mod clamped_silu_mul_backward;
 pub mod clip_factor;
 pub mod combine;
 pub mod combine_backward;
+pub mod draw;
 pub mod embedding;
 pub mod embedding_dw;
 pub mod entropy;
@@ -56,6 +57,7 @@ pub mod norm_rope_backward;
 pub mod norm_rope_dw;
 pub mod packed_attention;
 pub mod paged_attention;
+pub mod penalize;
 pub mod policy_loss;
 pub mod rms_norm;
 pub mod rms_norm_backward;
@@ -80,6 +82,7 @@ pub mod ssd_scan;
 pub mod ssd_scan_backward;
 pub mod token_sum;
 pub mod topk;
+pub mod truncate;
 pub mod wkv7;
 pub mod wkv7_backward;
 
@@ -144,6 +147,9 @@ pub static OPS: &[&Op] = &[
     &embedding_dw::OP,
     &argmax::OP,
     &topk::OP,
+    &penalize::OP,
+    &truncate::OP,
+    &draw::OP,
     &route::OP,
     &route_backward::OP,
     &combine::OP,

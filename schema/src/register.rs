@@ -112,9 +112,11 @@ impl Op {
         let open = input.axes.iter().position(|axis| *axis == REST);
         held(open.is_none_or(|at| at + 1 == input.axes.len()), "`..` stands last among axes")?;
         let named: Vec<&str> = match input.holds {
-            Holds::Below(axis) | Holds::Distinct(axis) | Holds::BelowOrIgnored(axis) | Holds::Starts(axis) => {
-                vec![axis]
-            }
+            Holds::Below(axis)
+            | Holds::Distinct(axis)
+            | Holds::BelowOrIgnored(axis)
+            | Holds::Place(axis)
+            | Holds::Starts(axis) => vec![axis],
             Holds::Ranks(axis) => {
                 let last = self.attribute("chosen").is_some() && input.axes.last() == Some(&axis);
                 held(last, "ranks are along the last axis, and `chosen` says how many")?;

@@ -4,7 +4,7 @@ use super::{checkpoint, samebits, write_tokens};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use samebits_models::{Accumulator, Batch, GradientRun};
-use samebits_models::{Engine, Loss, Model, ModelError, Precision, Sampling, Serving};
+use samebits_models::{Engine, Loss, Model, ModelError, Precision, Sampling, SamplingRule, Serving};
 use samebits_ops::{Cpu, bf16};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -202,7 +202,10 @@ fn the_library_refuses_what_is_not_finite() {
     assert_eq!(refused(model().logprobs(&cpu, &sequences, 1.0, &run).map(drop)), (0, 0));
     let made = model().logprobs(&cpu, &sequences, 1.0, &allowed).unwrap();
     assert!(made.iter().flatten().any(|v| !v.is_finite()));
-    assert_eq!(refused(model().score(&cpu, &[(&[1], &[2])], 1.0, Default::default()).map(drop)), (0, 0));
+    assert_eq!(
+        refused(model().score(&cpu, &[(&[1], &[2], &SamplingRule::default())], Default::default()).map(drop)),
+        (0, 0)
+    );
     let mut sums = Accumulator::new(None, 1, 0, 1).unwrap();
     assert_eq!(refused(sums.forward(&model(), &cpu, &sequences, 1.0, &run).map(drop)), (0, 0));
     let forward = sums.forward(&model(), &cpu, &sequences, 1.0, &allowed).unwrap();
@@ -213,7 +216,7 @@ fn the_library_refuses_what_is_not_finite() {
     assert_eq!(refused(model().gradients(&cpu, &batch, &run, None, |_| ()).map(drop)), (0, 0));
     // An engine ends what is on its way.
     let mut engine = Engine::new(model(), &Serving::default(), &cpu).unwrap();
-    let sampling = Sampling { samples: 1, max_tokens: 4, temperature: 1.0, seed: 1, ignore_eos: true };
+    let sampling = Sampling { max_tokens: 4, ignore_eos: true, ..Sampling::default() };
     engine.add(&sequences, &sampling, 7).unwrap();
     assert_eq!(refused(engine.step(&cpu).map(drop)).0, 7);
     assert_eq!(engine.requests().count(), 0);

@@ -4,7 +4,9 @@ use super::nonfinite::loud;
 use super::{checkpoint, load, rollout, samebits};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
-use samebits_models::{Batch, GradientRun, Gradients, Loss, Model, Precision, RopeLength, Sampling, Serving};
+use samebits_models::{
+    Batch, GradientRun, Gradients, Loss, Model, Precision, RopeLength, Sampling, SamplingRule, Serving,
+};
 use samebits_ops::{Cpu, Tensor};
 use std::collections::HashMap;
 use std::path::Path;
@@ -22,7 +24,13 @@ fn a_rollout_is_on_policy_at_its_own_temperature_alone() {
         let longest = model.config().max_positions;
         let model = model.with_rope_length(RopeLength::Declared(longest)).unwrap();
         for temperature in [0.7, 1.9, 1.0, 0.0] {
-            let sampling = Sampling { samples: 1, max_tokens: 6, temperature, seed: 3, ignore_eos: true };
+            let sampling = Sampling {
+                max_tokens: 6,
+                rule: SamplingRule::at(temperature),
+                seed: 3,
+                ignore_eos: true,
+                ..Sampling::default()
+            };
             let samples = rollout(&model, &cpu, &sampling, &Serving::default());
             let prompts = super::prompts(&model);
             let of = |prompt: usize, tokens: &[i32]| [&prompts[prompt][..], tokens].concat();

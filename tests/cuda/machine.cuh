@@ -300,6 +300,9 @@ inline float __shfl_sync(unsigned mask, float v, int from) {
 inline bool __any_sync(unsigned mask, bool v) { return emulator_shuffle("ballot", mask, v, 0) != 0; }
 inline unsigned __ballot_sync(unsigned mask, bool v) { return emulator_shuffle("ballot", mask, v, 0); }
 
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline unsigned __brev(unsigned v) {

@@ -182,6 +182,7 @@ fn oracles_by_hand() {
         f32s(&[4, 4], &[1.0, 2.0, 2.0, 2.0, -0.0, -1.0, 0.0, 0.0, 5.0, nan, f32::INFINITY, nan, 9.0, 1.0, 3.0, 4.0]);
     let topk = case("topk", &[("k", "2")], &[("x", x), ("count", Tensor::i32(&[4], vec![4, 4, 4, 1]))]);
     assert_eq!(value(&topk, "index"), [1.0, 2.0, 0.0, 2.0, 1.0, 3.0, 0.0, -1.0]);
+    sampling_by_hand(&value);
     let scores = case(
         "index_score",
         &[("scale", "0.5")],
@@ -196,6 +197,48 @@ fn oracles_by_hand() {
     // 2^24 + 1 is no f32: the sum is rounded to f32 first, and only then to the output.
     let add = case("add", &[], &[("a", f32s(&[1], &[16777216.0])), ("b", f32s(&[1], &[1.0]))]);
     assert_eq!(value(&add, "y"), [16777216.0]);
+}
+
+/// Penalties, what may be sampled, and what is.
+fn sampling_by_hand(value: &impl Fn(&Case, &str) -> Vec<f64>) {
+    let row = |v: f32| f32s(&[1], &[v]);
+    let place = |v: i32| Tensor::i32(&[1], vec![v]);
+    let inputs = [
+        ("logits", f32s(&[1, 4], &[-1.0, 8.0, 3.0, 2.0])),
+        ("bias", f32s(&[1, 4], &[0.0, 0.0, 0.0, f32::NEG_INFINITY])),
+        ("tokens", Tensor::i32(&[4], vec![2, 0, 1, 1])),
+        ("begin", place(1)),
+        ("prompt_end", place(2)),
+        ("end", place(4)),
+        ("repetition", row(2.0)),
+        ("frequency", row(0.25)),
+        ("presence", row(1.0)),
+    ];
+    assert_eq!(value(&case("penalize", &[], &inputs), "y"), [-2.0, 2.5, 3.0, f64::NEG_INFINITY]);
+    // Probabilities of 0.1, 0.4, 0.2 and 0.3.
+    let x = [0.1f32, 0.4, 0.2, 0.3].map(f32::ln);
+    let kept = |scale: f32, k: i32, p: f32, m: f32| {
+        let by = [("scale", row(scale)), ("top_k", place(k)), ("top_p", row(p)), ("min_p", row(m))];
+        let inputs: Vec<_> = by.into_iter().chain([("x", f32s(&[1, 4], &x))]).collect();
+        let case = case("truncate", &[], &inputs);
+        let stay: Vec<usize> = (0..4).filter(|i| value(&case, "y")[*i] > f64::NEG_INFINITY).collect();
+        assert_eq!(value(&case, "kept"), [stay.len() as f64]);
+        stay
+    };
+    assert_eq!(kept(1.0, 0, 1.0, 0.0), [0, 1, 2, 3]);
+    assert_eq!([kept(1.0, 2, 1.0, 0.0), kept(1.0, 0, 0.6, 0.0), kept(1.0, 0, 1.0, 0.7)], [[1, 3], [1, 3], [1, 3]]);
+    // Squared, they are 1 : 16 : 4 : 9.
+    assert_eq!([kept(2.0, 0, 0.5, 0.0), kept(1.0, 0, 0.3, 0.0), kept(1.0, 2, 0.5, 0.0)], [[1], [1], [1]]);
+    assert_eq!(kept(1.0, 3, 0.8, 0.0), [1, 2, 3]);
+    let draw = |high: i32| {
+        let bits = Tensor::i32(&[1, 2], vec![0, high]);
+        value(&case("draw", &[], &[("x", f32s(&[1, 4], &x)), ("bits", bits)]), "token")[0]
+    };
+    let share = |u: f64| (u * 65536.0 * 65536.0) as u32 as i32;
+    assert_eq!(
+        [0.0, 0.09, 0.11, 0.49, 0.51, 0.69, 0.71, 0.99].map(|u| draw(share(u))),
+        [0., 0., 1., 1., 2., 2., 3., 3.]
+    );
 }
 
 #[test]

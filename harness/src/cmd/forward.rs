@@ -5,7 +5,8 @@ use safetensors::{Dtype, SafeTensors};
 use samebits_contract::atomic_write;
 use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
-use samebits_models::{Config, Grouping, ModelError, PageOrder, Precision, Run, Schedule};
+use samebits_models::{Config, Grouping, ModelError, PageOrder, Precision, Run, SamplingRule, Schedule};
+use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -125,6 +126,8 @@ pub struct Tokens {
     pub rope_length: Option<usize>,
     /// What it says of the `temperature` and the `dtype` that they were sampled at and in.
     pub sampled: [Option<String>; 2],
+    /// What else it says of how they were sampled, as `sampling` or by the names of settings.
+    pub settings: Map<String, Value>,
 }
 
 impl Tokens {
@@ -146,6 +149,14 @@ impl Tokens {
         let rope_length = field("rope_length").map(|text| text.parse());
         let rope_length = rope_length.transpose().context("metadata `rope_length`: it must be a whole number")?;
         let sampled = ["temperature", "dtype"].map(|name| field(name).cloned());
+        let mut settings = Map::new();
+        if let Some(text) = field("sampling") {
+            settings = serde_json::from_str(text).context("metadata `sampling`: it must be an object of settings")?;
+        }
+        for name in SamplingRule::FIELDS.iter().filter(|name| **name != "temperature") {
+            let value = field(name).map(|text| serde_json::from_str(text).unwrap_or_else(|_| text.clone().into()));
+            settings.extend(value.map(|value| (name.to_string(), value)));
+        }
         let Ok(tensor) = file.tensor("tokens") else {
             bail!("tensor `tokens`: missing; store the tokens as I32 [B, T] under that name");
         };
@@ -173,7 +184,15 @@ impl Tokens {
                 Some(mask)
             }
         };
-        Ok(Tokens { tokens: words(tensor.data(), i32::from_le_bytes), mask, batch, len, rope_length, sampled })
+        Ok(Tokens {
+            tokens: words(tensor.data(), i32::from_le_bytes),
+            mask,
+            batch,
+            len,
+            rope_length,
+            sampled,
+            settings,
+        })
     }
 
     /// Refuses tokens and lengths that the model does not have, by their place in the file at `path`, padding counted; names

@@ -1,9 +1,9 @@
-use super::{Folder, Machine, On, counting, place, warn};
+use super::{Folder, Machine, On, counting, place, sampling, warn};
 use anyhow::{Context, Result, bail, ensure};
 use samebits_contract::atomic_write;
 use samebits_models::{Encoded, Model, PageOrder, Precision, Sample, Sampling, Serving};
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -11,14 +11,17 @@ use std::process::ExitCode;
 /// Samples texts with a paged cache and continuous batches, and writes their tokens and log-probabilities
 ///
 /// A sample does not depend on the batch it was made in: its random numbers belong to the seed, its number and its position.
-/// `samebits score` computes the log-probabilities again.
+/// Log-probabilities are those of the distribution that was sampled, behind penalties and truncation; `samebits score` computes
+/// them again.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
     folder: Folder,
 
     /// Prompts, one in each line. FILE.txt: texts, whatever they look like. FILE.jsonl: {"prompt": "a text"}, {"tokens": [1, 2]}, or
-    /// {"messages": [{"role": "user", "content": ".."}]} for the folder's chat template
+    /// {"messages": [{"role": "user", "content": ".."}]} for the folder's chat template; beside them a line may have settings of
+    /// its own: temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias
+    /// ({"17": -2.5}), banned_tokens, allowed_tokens, stop, stop_token_ids
     #[arg(long, value_name = "FILE")]
     prompts: PathBuf,
 
@@ -34,13 +37,8 @@ pub struct Args {
     #[arg(long, default_value_t = 64, value_name = "N")]
     max_tokens: usize,
 
-    /// Logits are divided by it; 0 takes the likeliest token
-    #[arg(long, default_value_t = 1.0, value_name = "T")]
-    temperature: f64,
-
-    /// Seed of the random numbers
-    #[arg(long, default_value_t = 0, value_name = "S")]
-    seed: u64,
+    #[command(flatten)]
+    sampling: sampling::Options,
 
     /// Go on behind an eos token
     #[arg(long)]
@@ -89,14 +87,14 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     let model = args.folder.load(args.dtype, &cpu, None)?;
     let model = place(model, &cpu, device.as_ref())?;
-    let prompts = prompts(&model, &args.prompts)?;
     let sampling = Sampling {
         samples: args.samples,
         max_tokens: args.max_tokens,
-        temperature: args.temperature,
-        seed: args.seed,
         ignore_eos: args.ignore_eos,
+        ..args.sampling.sampling(1.0)
     };
+    sampling.check(model.config())?;
+    let prompts = prompts(&model, &args.prompts, &sampling)?;
     let serving = Serving {
         batch: args.batch,
         chunk: args.chunk,
@@ -106,7 +104,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     };
     let bar = counting(prompts.len().saturating_mul(args.samples));
     let mut samples: Vec<Sample> = Vec::new();
-    let timing = model.rollout(&cpu, &prompts, &sampling, &serving, |sample| {
+    let timing = model.rollout_each(&cpu, &prompts, &serving, |sample| {
         bar.inc(1);
         samples.push(sample);
         Ok(())
@@ -123,13 +121,14 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 
     let first = json!({
         "samebits": "rollout", "version": env!("CARGO_PKG_VERSION"), "dtype": args.dtype.name(),
-        "rope_length": model.config().longest(), "temperature": args.temperature, "seed": args.seed, "samples": args.samples, "sequences": samples.len(),
+        "rope_length": model.config().longest(), "temperature": sampling.rule.temperature, "seed": sampling.seed, "samples": args.samples, "sequences": samples.len(),
     });
     let mut text = format!("{first}\n");
     for sample in &samples {
+        let (prompt, sampling) = &prompts[sample.prompt];
         let line = json!({
-            "sequence": sample.sequence, "prompt": sample.prompt, "limit": sample.limit,
-            "prompt_tokens": prompts[sample.prompt], "tokens": sample.tokens, "logprobs": sample.logprobs, "stop": sample.stop.name(),
+            "sequence": sample.sequence, "prompt": sample.prompt, "limit": sample.limit, "sampling": sampling.rule.json(),
+            "prompt_tokens": prompt, "tokens": sample.tokens, "logprobs": sample.logprobs, "stop": sample.stop.name(),
         });
         text += &format!("{line}\n");
     }
@@ -146,10 +145,13 @@ struct Line {
     prompt: Option<Value>,
     tokens: Option<Vec<i32>>,
     messages: Option<Value>,
+    #[serde(flatten)]
+    settings: Map<String, Value>,
 }
 
-/// The prompts of a file.
-fn prompts(model: &Model, path: &Path) -> Result<Vec<Vec<i32>>> {
+/// The prompts of a file, and how each is sampled: as `sampling`, but for what its line says. All settings that are wrong are
+/// named in one run.
+fn prompts(model: &Model, path: &Path, sampling: &Sampling) -> Result<Vec<(Vec<i32>, Sampling)>> {
     let of = || format!("--prompts {}", path.display());
     let is_jsonl = match path.extension().and_then(|name| name.to_str()) {
         Some("txt") => false,
@@ -158,34 +160,42 @@ fn prompts(model: &Model, path: &Path) -> Result<Vec<Vec<i32>>> {
     };
     let text = std::fs::read_to_string(path).with_context(of)?;
     ensure!(!text.starts_with('\u{feff}'), "{}: begins with a byte order mark; save it without", of());
-    let mut prompts = Vec::new();
+    let (mut prompts, mut complaints) = (Vec::new(), Vec::new());
     for (i, line) in text.lines().enumerate() {
         let at = || format!("{}:{}", path.display(), i + 1);
         ensure!(!line.trim().is_empty(), "{}: is blank; prompts are numbered by their lines, so leave it out", at());
-        let found = if is_jsonl { of_line(model, line) } else { model.encode(line).map_err(Into::into) };
+        let mut sampling = sampling.clone();
+        let found = match is_jsonl {
+            false => model.encode(line).map_err(Into::into),
+            true => of_line(model, line, |settings| {
+                let read = sampling.read(settings).and_then(|()| sampling.check(model.config()));
+                complaints.extend(read.err().map(|wrong| format!("{}: {wrong}", at())));
+            }),
+        };
         let Encoded { tokens, warning } = found.with_context(at)?;
         if let Some(warning) = warning {
             warn(&format!("{}: {warning}", at()));
         }
-        prompts.push(tokens);
+        prompts.push((tokens, sampling));
     }
+    ensure!(complaints.is_empty(), "{}", complaints.join("; "));
     ensure!(!prompts.is_empty(), "{}: holds no prompt; write one in each line", of());
     Ok(prompts)
 }
 
-/// The tokens of a line of a .jsonl file.
-fn of_line(model: &Model, line: &str) -> Result<Encoded> {
+/// The tokens of a line of a .jsonl file; `take` gets what else it says.
+fn of_line(model: &Model, line: &str, take: impl FnOnce(&Map<String, Value>)) -> Result<Encoded> {
     let forms =
         r#"give one of {"prompt": "a text"}, {"tokens": [1, 2]} and {"messages": [{"role": .., "content": ..}]}"#;
-    let line: Line = serde_json::from_str(line).with_context(|| format!("not an object; {forms}"))?;
-    Ok(match line {
-        Line { prompt: Some(Value::String(text)), tokens: None, messages: None } => model.encode(&text)?,
+    let Line { prompt, tokens, messages, settings } =
+        serde_json::from_str(line).with_context(|| format!("not an object; {forms}"))?;
+    take(&settings);
+    Ok(match (prompt, tokens, messages) {
+        (Some(Value::String(text)), None, None) => model.encode(&text)?,
         // As data sets of conversations have it.
-        Line { prompt: Some(messages @ Value::Array(_)), tokens: None, messages: None } => {
-            model.encode_chat(&messages)?
-        }
-        Line { prompt: None, tokens: Some(tokens), messages: None } => Encoded { tokens, warning: None },
-        Line { prompt: None, tokens: None, messages: Some(messages) } => model.encode_chat(&messages)?,
+        (Some(messages @ Value::Array(_)), None, None) => model.encode_chat(&messages)?,
+        (None, Some(tokens), None) => Encoded { tokens, warning: None },
+        (None, None, Some(messages)) => model.encode_chat(&messages)?,
         _ => bail!("{forms}"),
     })
 }

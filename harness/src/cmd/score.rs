@@ -1,7 +1,8 @@
 use super::{Folder, Machine, On, counting, place};
 use anyhow::{Context, Result, bail, ensure};
-use samebits_models::{Config, Grouping, PageOrder, Precision, Run, Schedule};
+use samebits_models::{Config, Grouping, PageOrder, Precision, Run, SamplingRule, Schedule};
 use serde::Deserialize;
+use serde_json::{Map, Value};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -59,12 +60,19 @@ struct First {
     rope_length: Option<usize>,
     temperature: f64,
     sequences: usize,
+    /// Settings of all texts that say no other, beside what is not read.
+    #[serde(flatten)]
+    others: Map<String, Value>,
 }
 
 /// Every other line.
 #[derive(Deserialize)]
 struct Text {
     sequence: usize,
+    /// Rollouts of older versions have none: all texts have the temperature of the first line.
+    sampling: Option<Map<String, Value>>,
+    #[serde(skip)]
+    rule: SamplingRule,
     prompt_tokens: Vec<i32>,
     tokens: Vec<i32>,
     logprobs: Vec<f32>,
@@ -89,7 +97,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let bar = counting(texts.len());
     let mut found = Found::default();
     for group in texts.chunks(args.batch) {
-        let asked: Vec<_> = group.iter().map(|text| (&text.prompt_tokens[..], &text.tokens[..])).collect();
+        let asked: Vec<_> = group.iter().map(|text| (&text.prompt_tokens[..], &text.tokens[..], &text.rule)).collect();
         let run = Run {
             schedule: args.schedule,
             grouping: Grouping::Together,
@@ -97,7 +105,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             page_order: args.page_order,
             ..Run::default()
         };
-        let scores = model.score(&cpu, &asked, first.temperature, run);
+        let scores = model.score(&cpu, &asked, run);
         for (text, scores) in group.iter().zip(scores.with_context(|| args.rollout.display().to_string())?) {
             found.compare(text, &scores);
         }
@@ -120,16 +128,30 @@ fn read(args: &Args) -> Result<(First, Vec<Text>)> {
     ensure!(first.samebits == "rollout", "{path}:1: is a {}, not a rollout", first.samebits);
     let mut texts: Vec<Text> = Vec::new();
     for (i, line) in lines {
-        let text: Text = serde_json::from_str(line).with_context(|| format!("{path}:{}: not a text", i + 1))?;
+        let mut text: Text = serde_json::from_str(line).with_context(|| format!("{path}:{}: not a text", i + 1))?;
         let (tokens, logprobs) = (text.tokens.len(), text.logprobs.len());
         ensure!(tokens == logprobs, "{path}:{}: {tokens} tokens have {logprobs} log-probabilities", i + 1);
         ensure!(!text.prompt_tokens.is_empty(), "{path}:{}: the prompt is empty", i + 1);
+        text.rule = rule(&first, text.sampling.as_ref()).with_context(|| format!("{path}:{}", i + 1))?;
         texts.push(text);
     }
     ensure!(texts.len() == first.sequences, "{path}: holds {} of {} texts; it was cut", texts.len(), first.sequences);
     texts.retain(|text| !text.tokens.is_empty());
     ensure!(!texts.is_empty(), "{path}: holds no sampled token; nothing can be compared");
     Ok((first, texts))
+}
+
+/// How a text says that it was sampled.
+fn rule(first: &First, sampling: Option<&Map<String, Value>>) -> Result<SamplingRule> {
+    let mut rule = SamplingRule::at(first.temperature);
+    rule.read(&first.others)?;
+    if let Some(fields) = sampling {
+        rule.read(fields)?;
+        if let Some(name) = fields.keys().find(|name| !SamplingRule::FIELDS.contains(&name.as_str())) {
+            bail!("sampling: `{name}` is no setting of this version; use {}", SamplingRule::FIELDS.join(", "));
+        }
+    }
+    Ok(rule)
 }
 
 /// What the comparison found.

@@ -124,7 +124,7 @@ fn choose<I: Element>(x: &[I], index: &mut [i32]) {
 }
 
 /// Values in their order as unsigned integers above 0: -0 and +0 are one, a NaN is above all.
-fn rank(v: f32) -> u32 {
+pub(crate) fn rank(v: f32) -> u32 {
     let bits = (v + 0.0).to_bits();
     match v.is_nan() {
         true => u32::MAX,

@@ -238,7 +238,7 @@ impl Draw {
 
 type Op = fn(&mut Draw) -> Result<(), Error>;
 
-const OPS: [(&str, Op); 64] = [
+const OPS: [(&str, Op); 67] = [
     ("add", |d| {
         let n = d.extent();
         let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
@@ -631,6 +631,35 @@ const OPS: [(&str, Op); 64] = [
         let (x, count) = (d.floats(&[shape.rows, shape.n]), d.ints(&[shape.rows], shape.n));
         let (mut index, counted) = (d.ints(&[shape.rows, shape.k], 1), d.flag());
         topk(&d.cpu, &shape, &x, counted.then_some(&count[..]), &mut index)
+    }),
+    ("penalize", |d| {
+        let ([rows, vocab], texts) = ([d.extent(), d.extent()], d.extent());
+        let (tokens, places) = (d.ints(&[texts], vocab), [0; 3].map(|_| d.ints(&[rows], texts)));
+        let [repetition, frequency, presence] = [0; 3].map(|_| d.floats(&[rows]));
+        let (logits, bias, mut y) = (d.floats(&[rows, vocab]), d.floats(&[rows, vocab]), d.floats(&[rows, vocab]));
+        let by = Penalties {
+            tokens: &tokens,
+            begin: &places[0],
+            prompt_end: &places[1],
+            end: &places[2],
+            repetition: &repetition[..],
+            frequency: &frequency,
+            presence: &presence,
+        };
+        let biased = d.flag();
+        penalize(&d.cpu, vocab, &logits, by, biased.then_some(&bias[..]), &mut y)
+    }),
+    ("truncate", |d| {
+        let [rows, vocab] = [d.extent(), d.extent()];
+        let (x, top_k, mut y) = (d.floats(&[rows, vocab]), d.ints(&[rows], vocab), d.floats(&[rows, vocab]));
+        let ([scale, top_p, min_p], mut kept) = ([0; 3].map(|_| d.floats(&[rows])), d.ints(&[rows], 1));
+        let by = Truncation { scale: &scale[..], top_k: &top_k, top_p: &top_p, min_p: &min_p };
+        truncate(&d.cpu, vocab, &x, by, &mut y, &mut kept)
+    }),
+    ("draw", |d| {
+        let [rows, vocab] = [d.extent(), d.extent()];
+        let (x, bits, mut token) = (d.floats(&[rows, vocab]), d.ints(&[rows, 2], 1 << 20), d.ints(&[rows], 1));
+        draw(&d.cpu, vocab, &x, &bits, &mut token)
     }),
     ("index_score", |d| {
         let [tokens, heads, dim, keys] = [d.extent(), d.extent(), d.extent(), d.extent()];

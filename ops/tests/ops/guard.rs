@@ -280,6 +280,29 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             let count = r.ints([n as i32, n as i32 / 2, 0].into_iter());
             topk(&r.cpu, &TopK { rows: 3, n, k: 5 }, &r.floats::<I>(3 * n), Some(&count), &mut r.room(15))
         }),
+        ("penalize", |r, n| {
+            let (tokens, zeros) = (r.ints([n as i32 - 1, 0, n as i32 / 2].into_iter()), r.ints([0; 3].into_iter()));
+            let (prompt_end, end) = (r.ints([1, 3, 0].into_iter()), r.ints([3, 3, 2].into_iter()));
+            let by = Penalties {
+                tokens: &tokens,
+                begin: &zeros,
+                prompt_end: &prompt_end,
+                end: &end,
+                repetition: &r.floats(3)[..],
+                frequency: &r.floats(3),
+                presence: &r.floats(3),
+            };
+            penalize(&r.cpu, n, &r.floats::<I>(3 * n), by, Some(&r.floats(3 * n)), &mut r.room(3 * n))
+        }),
+        ("truncate", |r, n| {
+            let (scale, top_p, min_p) = (r.floats(3), r.floats(3), r.floats(3));
+            let top_k = r.ints([0, n as i32 / 2, 1].into_iter());
+            let by = Truncation { scale: &scale[..], top_k: &top_k, top_p: &top_p, min_p: &min_p };
+            truncate(&r.cpu, n, &r.floats::<I>(3 * n), by, &mut r.room(3 * n), &mut r.room(3))
+        }),
+        ("draw", |r, n| {
+            draw(&r.cpu, n, &r.floats::<I>(3 * n), &r.ints([7, -7, 0, 1, -1, 3].into_iter()), &mut r.room(3))
+        }),
         // n is the number of keys.
         ("index_score", |r, keys| {
             let (tokens, heads, dim) = (2, 5, 1 + keys % 19);

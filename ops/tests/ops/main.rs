@@ -18,6 +18,7 @@ mod inlined;
 mod linear_logprob_gradient;
 mod norm_gradients;
 mod page;
+mod sampling;
 mod scan;
 mod selective;
 mod token_sums;

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _native
 from .. import ops as _ops
-from ..engine import Sample, comparable, config_beside, config_of, divisor, name_passed, state_of, tensors_of
+from ..engine import Sample, comparable, config_beside, config_of, divisor, name_passed, of_all_tokens, state_of, tensors_of
 from ..experts import Place, by_folder, places
 
 __all__ = ["AdamW", "CausalLM", "nll", "policy_loss", "sha256"]
@@ -119,7 +119,7 @@ class CausalLM(torch.nn.Module):
 
         Logits are divided by `temperature`, 1 without it (0, where the likeliest tokens were taken, counts as 1). `tokens` may be a
         list of samples of an `Engine`: prompts and tokens at the temperature that they were made at, and another one, another
-        dtype or another rope length is refused. Else it is a list of sequences, or a tensor `[B,T]` of whole numbers whose
+        dtype or another rope length is refused, and so are samples of truncated or penalised sampling. Else it is a list of sequences, or a tensor `[B,T]` of whole numbers whose
         `mask[B,T]` is 1 for the tokens of a sequence, one behind the other, and 0 for padding. Gives `[B,T]`, of a list
         `[B, longest]`: 0 for the first token of a sequence and for padding, whatever stands there.
         """
@@ -129,6 +129,7 @@ class CausalLM(torch.nn.Module):
                 raise ValueError("tokens: samples and other sequences are mixed; give one kind")
             temperature = samples[0].temperature if temperature is None else temperature
             comparable(samples, "the model", self.dtype, self.rope_length if self._depends else None, temperature)
+            of_all_tokens(samples, "CausalLM.logprob")
             tokens = [sample.prompt_tokens + [int(token) for token in sample.tokens] for sample in samples]
         temperature = divisor(1.0 if temperature is None else temperature)
         placed = _Placed(tokens, mask)

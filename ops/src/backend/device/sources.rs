@@ -35,7 +35,7 @@ macro_rules! headers {
 }
 
 /// What the units include: names and texts.
-pub static HEADERS: [(&str, &str); 24] = headers![
+pub static HEADERS: [(&str, &str); 25] = headers![
     "clamped.cuh",
     "columns.cuh",
     "delta.cuh",
@@ -59,6 +59,7 @@ pub static HEADERS: [(&str, &str); 24] = headers![
     "tile.cuh",
     "tokens.cuh",
     "turned.cuh",
+    "weights.cuh",
     "wkv.cuh"
 ];
 

@@ -1,0 +1,503 @@
+//! What a request asks of its tokens, and what that makes of logits: docs/NUMERICS.md, section 6.
+
+use crate::{Config, Model, ModelError};
+use samebits_ops::{Cpu, Logprob, Penalties, Truncation, argmax, draw, logprob, penalize, random_halves, truncate};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+
+/// How a token comes from logits. What is not asked for changes no bit.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingRule {
+    /// Logits are divided by it; 0 takes the likeliest token.
+    pub temperature: f64,
+    /// As many of the likeliest tokens may be sampled; 0 for all.
+    pub top_k: usize,
+    /// The likeliest tokens up to this share of the probability; 1 for all.
+    pub top_p: f64,
+    /// Tokens of at least this share of the probability of the likeliest; 0 for all.
+    pub min_p: f64,
+    /// Logits of tokens of the text so far are divided by it above 0, multiplied with it below; 1 for none.
+    pub repetition_penalty: f64,
+    /// What is taken off a logit for each time that the token was sampled.
+    pub frequency_penalty: f64,
+    /// What is taken off a logit where the token was sampled.
+    pub presence_penalty: f64,
+    /// What is added to logits.
+    pub logit_bias: BTreeMap<i32, f64>,
+    /// Tokens that may not be sampled.
+    pub banned_tokens: Vec<i32>,
+    /// The only ones that may, where there are any.
+    pub allowed_tokens: Option<Vec<i32>>,
+}
+
+impl Default for SamplingRule {
+    fn default() -> SamplingRule {
+        SamplingRule {
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            logit_bias: BTreeMap::new(),
+            banned_tokens: Vec::new(),
+            allowed_tokens: None,
+        }
+    }
+}
+
+/// What is sampled.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampling {
+    /// Texts per prompt.
+    pub samples: usize,
+    /// Most tokens of a text.
+    pub max_tokens: usize,
+    /// How tokens come from logits.
+    pub rule: SamplingRule,
+    /// Seed of the random numbers.
+    pub seed: u64,
+    /// Whether a text goes on behind an eos token.
+    pub ignore_eos: bool,
+    /// Texts behind which a text ends; the folder needs a tokenizer.
+    pub stop: Vec<String>,
+    /// Tokens behind which it ends.
+    pub stop_token_ids: Vec<i32>,
+}
+
+impl Default for Sampling {
+    fn default() -> Sampling {
+        let rule = SamplingRule::default();
+        Sampling { samples: 1, max_tokens: 64, rule, seed: 0, ignore_eos: false, stop: vec![], stop_token_ids: vec![] }
+    }
+}
+
+/// Settings as they stand in a JSON object, and what is wrong with them.
+struct Settings<'a> {
+    fields: &'a Map<String, Value>,
+    complaints: Vec<ModelError>,
+}
+
+impl Settings<'_> {
+    /// Puts what a field says in the place of `to`; null and nothing leave it.
+    fn read<T>(&mut self, name: &'static str, to: &mut T, form: &str, of: impl Fn(&Value) -> Option<T>) {
+        match self.fields.get(name).filter(|value| !value.is_null()) {
+            None => {}
+            Some(value) => match of(value) {
+                Some(value) => *to = value,
+                None => self.complaints.push(ModelError::input(name, format!("is {value}; give {form}"))),
+            },
+        }
+    }
+
+    fn number(&mut self, name: &'static str, to: &mut f64) {
+        self.read(name, to, "a number", Value::as_f64);
+    }
+}
+
+fn tokens_of(value: &Value) -> Option<Vec<i32>> {
+    value.as_array()?.iter().map(|token| i32::try_from(token.as_i64()?).ok()).collect()
+}
+
+/// A list of texts, or one alone.
+fn texts_of(value: &Value) -> Option<Vec<String>> {
+    match value {
+        Value::String(text) => Some(vec![text.clone()]),
+        _ => value.as_array()?.iter().map(|text| text.as_str().map(String::from)).collect(),
+    }
+}
+
+impl SamplingRule {
+    /// The names of all settings.
+    pub const FIELDS: [&str; 10] = [
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+        "banned_tokens",
+        "allowed_tokens",
+    ];
+
+    /// At a temperature, and nothing else.
+    pub fn at(temperature: f64) -> SamplingRule {
+        SamplingRule { temperature, ..SamplingRule::default() }
+    }
+
+    /// Takes the settings that an object has by the names of the fields; what else it has is not read.
+    ///
+    /// # Errors
+    /// Every field that does not have the form of its setting.
+    pub fn read(&mut self, fields: &Map<String, Value>) -> Result<(), ModelError> {
+        let mut settings = Settings { fields, complaints: Vec::new() };
+        self.read_all(&mut settings);
+        ModelError::all(settings.complaints)
+    }
+
+    fn read_all(&mut self, settings: &mut Settings) {
+        settings.number("temperature", &mut self.temperature);
+        let count = |value: &Value| value.as_u64().and_then(|k| usize::try_from(k).ok());
+        settings.read("top_k", &mut self.top_k, "a whole number of at least 0", count);
+        settings.number("top_p", &mut self.top_p);
+        settings.number("min_p", &mut self.min_p);
+        settings.number("repetition_penalty", &mut self.repetition_penalty);
+        settings.number("frequency_penalty", &mut self.frequency_penalty);
+        settings.number("presence_penalty", &mut self.presence_penalty);
+        settings.read("logit_bias", &mut self.logit_bias, "an object of numbers by token", |value| {
+            let each = value.as_object()?.iter();
+            each.map(|(token, bias)| Some((token.parse().ok()?, bias.as_f64()?))).collect()
+        });
+        settings.read("banned_tokens", &mut self.banned_tokens, "a list of tokens", tokens_of);
+        settings
+            .read("allowed_tokens", &mut self.allowed_tokens, "a list of tokens", |value| tokens_of(value).map(Some));
+    }
+
+    /// The settings as [`SamplingRule::read`] takes them: the temperature, and what is asked for beside it.
+    pub fn json(&self) -> Map<String, Value> {
+        let of = |rule: &SamplingRule| {
+            json!({
+                "temperature": rule.temperature, "top_k": rule.top_k, "top_p": rule.top_p, "min_p": rule.min_p,
+                "repetition_penalty": rule.repetition_penalty, "frequency_penalty": rule.frequency_penalty,
+                "presence_penalty": rule.presence_penalty, "logit_bias": rule.logit_bias,
+                "banned_tokens": rule.banned_tokens, "allowed_tokens": rule.allowed_tokens,
+            })
+        };
+        let (all, default) = (of(self), of(&SamplingRule::default()));
+        let asked = |name: &&str| *name == "temperature" || all[*name] != default[*name];
+        SamplingRule::FIELDS.iter().copied().filter(asked).map(|name| (name.into(), all[name].clone())).collect()
+    }
+
+    /// Whether log-probabilities are those of the logits at the temperature, and of all tokens.
+    pub fn is_plain(&self) -> bool {
+        *self == SamplingRule::at(self.temperature)
+    }
+
+    /// Everything that is out of its range.
+    fn complaints(&self, c: &Config) -> Vec<ModelError> {
+        let mut found = Vec::new();
+        let mut held = |holds: bool, field: &'static str, is: f64, range: &str| {
+            if !holds {
+                found.push(ModelError::input(field, format!("is {is}; use {range}")));
+            }
+        };
+        let (p, finite) = (self.top_p as f32, |v: f64| (v as f32).is_finite());
+        held(p > 0.0 && self.top_p <= 1.0, "top_p", self.top_p, "a number above 0 in f32, and at most 1");
+        held((0.0..=1.0).contains(&self.min_p), "min_p", self.min_p, "a number from 0 to 1");
+        let r = self.repetition_penalty;
+        held(finite(r) && r as f32 > 0.0, "repetition_penalty", r, "a number above 0 and within f32");
+        for (name, v) in [("frequency_penalty", self.frequency_penalty), ("presence_penalty", self.presence_penalty)] {
+            held(finite(v), name, v, "a number within f32");
+        }
+        let biases = self.logit_bias.values().copied();
+        biases.for_each(|v| held(finite(v), "logit_bias", v, "numbers within f32; `banned_tokens` bans a token"));
+        found.extend(check_temperature(self.temperature).err());
+        let allowed = self.allowed_tokens.as_deref().unwrap_or_default();
+        let biased: Vec<i32> = self.logit_bias.keys().copied().collect();
+        for (name, tokens) in
+            [("logit_bias", &biased[..]), ("banned_tokens", &self.banned_tokens), ("allowed_tokens", allowed)]
+        {
+            found.extend(c.check_tokens(name, tokens, 0).err());
+        }
+        if found.is_empty() && self.bias(c.vocab).is_some_and(|bias| bias.iter().all(|b| *b == f32::NEG_INFINITY)) {
+            let name = if self.allowed_tokens.is_some() { "allowed_tokens" } else { "banned_tokens" };
+            found.push(ModelError::input(name, "leave no token that may be sampled"));
+        }
+        found
+    }
+
+    /// What is added to each logit; `None` for nothing. A bias of -0 changes no bit.
+    fn bias(&self, vocab: usize) -> Option<Vec<f32>> {
+        if self.logit_bias.is_empty() && self.banned_tokens.is_empty() && self.allowed_tokens.is_none() {
+            return None;
+        }
+        let mut bias = vec![if self.allowed_tokens.is_some() { f32::NEG_INFINITY } else { -0.0 }; vocab];
+        self.allowed_tokens.iter().flatten().for_each(|token| bias[*token as usize] = -0.0);
+        self.logit_bias.iter().for_each(|(token, b)| bias[*token as usize] += *b as f32);
+        self.banned_tokens.iter().for_each(|token| bias[*token as usize] = f32::NEG_INFINITY);
+        Some(bias)
+    }
+}
+
+impl Sampling {
+    /// Takes the settings that an object has by the names of the fields of the rule, and `stop` and `stop_token_ids`; what else
+    /// it has is not read.
+    ///
+    /// # Errors
+    /// Every field that does not have the form of its setting.
+    pub fn read(&mut self, fields: &Map<String, Value>) -> Result<(), ModelError> {
+        let mut settings = Settings { fields, complaints: Vec::new() };
+        self.rule.read_all(&mut settings);
+        settings.read("stop", &mut self.stop, "a text or a list of texts", texts_of);
+        settings.read("stop_token_ids", &mut self.stop_token_ids, "a list of tokens", tokens_of);
+        ModelError::all(settings.complaints)
+    }
+
+    /// Checks all settings for a model of `c`.
+    ///
+    /// # Errors
+    /// Every one that is out of its range.
+    pub fn check(&self, c: &Config) -> Result<(), ModelError> {
+        let mut found = self.rule.complaints(c);
+        found.extend(c.check_tokens("stop_token_ids", &self.stop_token_ids, 0).err());
+        if self.stop.iter().any(String::is_empty) {
+            found.push(ModelError::input("stop", "holds a text without characters; leave it out"));
+        }
+        ModelError::all(found)
+    }
+}
+
+impl Sampling {
+    /// Whether a text of these tokens holds one that it ends behind.
+    pub(crate) fn ends(&self, model: &Model, tokens: &[i32]) -> Result<bool, ModelError> {
+        if self.stop.is_empty() {
+            return Ok(false);
+        }
+        let text = model.decode(tokens)?;
+        Ok(self.stop.iter().any(|stop| text.contains(stop)))
+    }
+}
+
+/// Refuses a temperature that logits cannot be divided by.
+pub(crate) fn check_temperature(t: f64) -> Result<(), ModelError> {
+    let inverse = (1.0 / t) as f32;
+    if t == 0.0 || t > 0.0 && t.is_finite() && inverse > 0.0 && inverse.is_finite() {
+        return Ok(());
+    }
+    let why = format!("is {t}; it must be 0 or a number above 0 whose inverse is within f32");
+    Err(ModelError::input("temperature", why))
+}
+
+/// What logits are divided by for log-probabilities: at a temperature of 0, where the likeliest token is taken, they are those
+/// at 1.
+pub(crate) fn divisor(temperature: f64) -> f64 {
+    if temperature == 0.0 { 1.0 } else { temperature }
+}
+
+/// A rule that has been checked, as ops take it.
+pub(crate) struct Checked {
+    rule: SamplingRule,
+    bias: Option<Vec<f32>>,
+}
+
+impl Checked {
+    /// # Errors
+    /// Every setting that is out of its range.
+    pub fn new(rule: &SamplingRule, c: &Config) -> Result<Checked, ModelError> {
+        ModelError::all(rule.complaints(c))?;
+        Ok(Checked { rule: rule.clone(), bias: rule.bias(c.vocab) })
+    }
+
+    fn looks_back(&self) -> bool {
+        let SamplingRule { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.rule;
+        (repetition_penalty, frequency_penalty, presence_penalty) != (1.0, 0.0, 0.0)
+    }
+}
+
+/// Rows of logits: the rule of each, and the text before its token.
+#[derive(Default)]
+pub(crate) struct Places<'a> {
+    rules: Vec<&'a Checked>,
+    tokens: Vec<i32>,
+    begin: Vec<i32>,
+    prompt_end: Vec<i32>,
+    end: Vec<i32>,
+}
+
+impl<'a> Places<'a> {
+    /// The places of tokens behind a text of a prompt and an output: behind the first `from` of its output, and so on to all.
+    pub fn push(&mut self, rule: &'a Checked, prompt: &[i32], output: &[i32], from: usize) {
+        let begin = self.tokens.len();
+        let place = |at: usize| i32::try_from(begin + at).expect("texts of a step have fewer tokens");
+        for len in from..=output.len() {
+            self.rules.push(rule);
+            self.begin.push(place(0));
+            self.prompt_end.push(place(prompt.len()));
+            self.end.push(place(prompt.len() + len));
+        }
+        self.tokens.extend_from_slice(prompt);
+        self.tokens.extend_from_slice(output);
+    }
+
+    fn each<T>(&self, of: impl Fn(&SamplingRule) -> T) -> Vec<T> {
+        self.rules.iter().map(|checked| of(&checked.rule)).collect()
+    }
+
+    /// Logits with penalties and biases, divided by the temperature, and -inf for tokens that may not be sampled.
+    pub fn truncated(&self, cpu: &Cpu, vocab: usize, logits: &[f32]) -> Result<Vec<f32>, ModelError> {
+        let (rows, mut y) = (self.rules.len(), vec![0f32; logits.len()]);
+        let mut penalised = None;
+        if self.rules.iter().any(|checked| checked.looks_back() || checked.bias.is_some()) {
+            let [repetition, frequency, presence] = [
+                self.each(|rule| rule.repetition_penalty as f32),
+                self.each(|rule| rule.frequency_penalty as f32),
+                self.each(|rule| rule.presence_penalty as f32),
+            ];
+            let by = Penalties {
+                tokens: &self.tokens,
+                begin: &self.begin,
+                prompt_end: &self.prompt_end,
+                end: &self.end,
+                repetition: &repetition[..],
+                frequency: &frequency,
+                presence: &presence,
+            };
+            let mut biases = None;
+            if self.rules.iter().any(|checked| checked.bias.is_some()) {
+                let biases = biases.insert(vec![-0f32; logits.len()]);
+                for (to, checked) in biases.chunks_mut(vocab).zip(&self.rules) {
+                    checked.bias.iter().for_each(|bias| to.copy_from_slice(bias));
+                }
+            }
+            let z = penalised.insert(vec![0f32; logits.len()]);
+            penalize(cpu, vocab, logits, by, biases.as_deref(), z)?;
+        }
+        let greedy = |rule: &SamplingRule| rule.temperature == 0.0;
+        let scale = self.each(|rule| (1.0 / divisor(rule.temperature)) as f32);
+        let top_k = self.each(|rule| if greedy(rule) { 0 } else { i32::try_from(rule.top_k).unwrap_or(i32::MAX) });
+        let top_p = self.each(|rule| if greedy(rule) { 1.0 } else { rule.top_p as f32 });
+        let min_p = self.each(|rule| if greedy(rule) { 0.0 } else { rule.min_p as f32 });
+        let by = Truncation { scale: &scale[..], top_k: &top_k, top_p: &top_p, min_p: &min_p };
+        let mut kept = vec![0; rows];
+        truncate(cpu, vocab, penalised.as_deref().unwrap_or(logits), by, &mut y, &mut kept)?;
+        match kept.iter().position(|kept| *kept == 0) {
+            None => Ok(y),
+            Some(row) if y[row * vocab].is_nan() => Err(self.beyond(row, &logits[row * vocab..][..vocab])),
+            Some(_) => Err(ModelError::input("sampling", "no token is left whose logit is finite in f32")),
+        }
+    }
+
+    /// Logits, over the temperature of a row or with its penalties, are beyond f32.
+    fn beyond(&self, row: usize, logits: &[f32]) -> ModelError {
+        let rule = &self.rules[row].rule;
+        let largest = logits.iter().fold(0f32, |most, x| most.max(x.abs()));
+        let why = format!(
+            "is {}; logits as large as {largest:e} over it are beyond f32: raise it, or look at the weights{}",
+            divisor(rule.temperature),
+            if rule.is_plain() { "" } else { " and the penalties" },
+        );
+        ModelError::input("temperature", why)
+    }
+
+    /// A token of each row of `y`, and its log-probability; each row has a random number.
+    pub fn sample(&self, cpu: &Cpu, y: &[f32], random: &[u64]) -> Result<Vec<i32>, ModelError> {
+        let (rows, vocab) = (self.rules.len(), y.len() / self.rules.len().max(1));
+        let (mut likeliest, mut drawn) = (vec![0; rows], vec![0; rows]);
+        let greedy = self.each(|rule| rule.temperature == 0.0);
+        if greedy.contains(&true) {
+            argmax(cpu, rows, vocab, y, &mut likeliest)?;
+        }
+        if greedy.contains(&false) {
+            let halves: Vec<i32> = random.iter().flat_map(|bits| random_halves(*bits)).collect();
+            draw(cpu, vocab, y, &halves, &mut drawn)?;
+        }
+        Ok((0..rows).map(|row| if greedy[row] { likeliest[row] } else { drawn[row] }).collect())
+    }
+
+    /// The log-probability of a token of each row of `y`; -inf for one that may not be sampled.
+    pub fn logprobs(&self, cpu: &Cpu, logits: &[f32], y: &[f32], tokens: &[i32]) -> Result<Vec<f32>, ModelError> {
+        let (rows, vocab) = (tokens.len(), y.len() / tokens.len().max(1));
+        let (mut scores, mut lse) = (vec![0f32; rows], vec![0f32; rows]);
+        logprob(cpu, &Logprob::new(rows, vocab), y, tokens, &mut scores, &mut lse)?;
+        let wrong = |row: usize| scores[row].is_nan() || !scores[row].is_finite() && self.rules[row].rule.is_plain();
+        match (0..rows).find(|row| wrong(*row)) {
+            None => Ok(scores),
+            Some(row) => Err(self.beyond(row, &logits[row * vocab..][..vocab])),
+        }
+    }
+}
+
+/// The random bits of a position: a hash of its three arguments.
+pub(crate) fn random(seed: u64, sequence: u64, position: u64) -> u64 {
+    // SplitMix64's step and finish.
+    let mix = |state: u64| {
+        let mut z = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    };
+    mix(mix(mix(seed).wrapping_add(sequence)).wrapping_add(position))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn random_numbers_are_even_and_differ_by_every_argument() {
+        let share = |seed, sequence, position| (random(seed, sequence, position) >> 11) as f64 / (1u64 << 53) as f64;
+        let mut buckets = [0; 16];
+        for sequence in 0..40 {
+            for position in 0..400 {
+                buckets[(share(7, sequence, position) * 16.0) as usize] += 1;
+            }
+        }
+        assert!(buckets.iter().all(|&count| (850..1150).contains(&count)), "{buckets:?}");
+        let one = random(1, 2, 3);
+        assert!([random(2, 2, 3), random(1, 3, 3), random(1, 2, 4), random(1, 3, 2)].iter().all(|&other| other != one));
+        // Computed by another program from the page.
+        assert_eq!(share(1, 2, 3), 0.4175580595044027);
+    }
+
+    /// What is written is read again, and nothing stands there that was not asked for.
+    #[test]
+    fn settings_are_read_as_they_are_written() {
+        let rule = SamplingRule {
+            temperature: 0.7,
+            top_k: 5,
+            min_p: 0.01,
+            logit_bias: [(3, -1.5)].into(),
+            allowed_tokens: Some(vec![1, 3]),
+            ..SamplingRule::default()
+        };
+        let mut found = SamplingRule::default();
+        found.read(&rule.json()).unwrap();
+        assert_eq!((found, rule.json().len()), (rule, 5));
+        assert_eq!(SamplingRule::at(0.5).json().len(), 1);
+        let wrong = json!({"temperature": "hot", "top_k": -1, "logit_bias": [1], "stop": [3], "banned_tokens": [1e12], "of the user": {}});
+        let found = Sampling::default().read(wrong.as_object().unwrap()).unwrap_err().to_string();
+        for field in
+            ["temperature: is \"hot\"", "top_k: is -1", "logit_bias: is [1]", "stop: is [3]", "banned_tokens: is"]
+        {
+            assert!(found.contains(field), "{found}");
+        }
+        assert!(!found.contains("user"), "{found}");
+    }
+
+    /// Draws follow the distribution that truncation leaves: chi-square of a million, of 7 degrees of freedom.
+    #[test]
+    fn draws_follow_their_distribution() {
+        let (cpu, logits) = (Cpu::best(), [0.3f32, -1.0, 2.0, 1.1, 0.0, 1.9, -0.4, 0.8, 1.5, -3.0]);
+        let rule = SamplingRule { temperature: 0.9, top_k: 8, ..SamplingRule::default() };
+        let checked = Checked { rule, bias: None };
+        let mut one = Places::default();
+        one.push(&checked, &[], &[], 0);
+        let y = one.truncated(&cpu, 10, &logits).unwrap();
+        let total: f64 = y.iter().map(|z| f64::from(*z).exp()).sum();
+        let mut counts = [0u32; 10];
+        let (mut rows, mut many) = (Places::default(), Vec::new());
+        for _ in 0..1000 {
+            rows.push(&checked, &[], &[], 0);
+            many.extend_from_slice(&y);
+        }
+        for sequence in 0..1000 {
+            let bits: Vec<u64> = (0..1000).map(|position| random(5, sequence, position)).collect();
+            rows.sample(&cpu, &many, &bits).unwrap().into_iter().for_each(|token| counts[token as usize] += 1);
+        }
+        let chi: f64 = y
+            .iter()
+            .zip(counts)
+            .filter(|(z, _)| z.is_finite())
+            .map(|(z, count)| {
+                let expected = f64::from(*z).exp() / total * 1e6;
+                (f64::from(count) - expected).powi(2) / expected
+            })
+            .sum();
+        assert_eq!((counts[1], counts[9]), (0, 0));
+        // Beyond it lies one of a thousand.
+        assert!(chi < 24.3, "{chi}");
+    }
+}
