@@ -24,10 +24,23 @@ impl Avx2 {
 ///
 /// # Safety
 /// The machine has avx2, fma, f16c.
-#[target_feature(enable = "avx2,fma,f16c")]
+#[inline(always)]
 pub unsafe fn enter<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run(Avx2(()))
+    // SAFETY: the caller's promise.
+    unsafe { kernel.entered() }
 }
+
+/// What [`enter`] calls: a method, so that the code of a kernel is compiled beside it, and not that of all kernels as one unit.
+trait Entered: Kernel + Sized {
+    /// # Safety
+    /// As [`enter`].
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn entered(self) -> Self::Output {
+        self.run(Avx2(()))
+    }
+}
+
+impl<K: Kernel> Entered for K {}
 
 impl Simd for Avx2 {
     type F = __m256;

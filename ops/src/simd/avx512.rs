@@ -13,20 +13,46 @@ pub struct Avx512(());
 ///
 /// # Safety
 /// The machine has avx512f, avx512bw, avx512dq, avx512vl, avx2, fma, f16c.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+#[inline(always)]
 pub unsafe fn enter<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run(Avx512(()))
+    // SAFETY: the caller's promise.
+    unsafe { kernel.entered() }
 }
+
+/// What [`enter`] calls: a method, so that the code of a kernel is compiled beside it, and not that of all kernels as one unit.
+trait Entered: Kernel + Sized {
+    /// # Safety
+    /// As [`enter`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    unsafe fn entered(self) -> Self::Output {
+        self.run(Avx512(()))
+    }
+}
+
+impl<K: Kernel> Entered for K {}
 
 /// Runs `kernel` compiled for these instructions and `VDPBF16PS`.
 ///
 /// # Safety
 /// The machine has avx512f, avx512bw, avx512dq, avx512vl, avx512bf16; the rest is the kernel's own.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+#[inline(always)]
 pub unsafe fn enter_dot<K: Kernel512>(kernel: K) -> K::Output {
     // SAFETY: the caller's promise.
-    unsafe { kernel.run(Avx512(())) }
+    unsafe { kernel.entered_dot() }
 }
+
+/// What [`enter_dot`] calls: a method, so that the code of a kernel is compiled beside it, and not that of all kernels as one unit.
+trait EnteredDot: Kernel512 + Sized {
+    /// # Safety
+    /// As [`enter_dot`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+    unsafe fn entered_dot(self) -> Self::Output {
+        // SAFETY: the caller's promise.
+        unsafe { self.run(Avx512(())) }
+    }
+}
+
+impl<K: Kernel512> EnteredDot for K {}
 
 impl Simd for Avx512 {
     type F = __m512;

@@ -44,21 +44,47 @@ unsafe fn token() -> Emulated {
 ///
 /// # Safety
 /// The machine has what [`crate::Isa::Avx2`] needs, if it is an x86.
-#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[inline(always)]
 pub unsafe fn enter<K: Kernel>(kernel: K) -> K::Output {
     // SAFETY: the caller's promise.
-    kernel.run(unsafe { token() })
+    unsafe { kernel.entered() }
 }
+
+/// What [`enter`] calls: a method, so that the code of a kernel is compiled beside it, and not that of all kernels as one unit.
+trait Entered: Kernel + Sized {
+    /// # Safety
+    /// As [`enter`].
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    unsafe fn entered(self) -> Self::Output {
+        // SAFETY: the caller's promise.
+        self.run(unsafe { token() })
+    }
+}
+
+impl<K: Kernel> Entered for K {}
 
 /// Runs `kernel` with 16 lanes and `VDPBF16PS`.
 ///
 /// # Safety
 /// As [`enter`]; the rest is the kernel's own.
-#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+#[inline(always)]
 pub unsafe fn enter_dot<K: Kernel512>(kernel: K) -> K::Output {
     // SAFETY: the caller's promise.
-    unsafe { kernel.run(token()) }
+    unsafe { kernel.entered_dot() }
 }
+
+/// What [`enter_dot`] calls: a method, as that of [`enter`].
+trait EnteredDot: Kernel512 + Sized {
+    /// # Safety
+    /// As [`enter_dot`].
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    unsafe fn entered_dot(self) -> Self::Output {
+        // SAFETY: the caller's promise.
+        unsafe { self.run(token()) }
+    }
+}
+
+impl<K: Kernel512> EnteredDot for K {}
 
 /// `VDPBF16PS` on every lane.
 ///

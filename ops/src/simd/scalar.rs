@@ -8,11 +8,21 @@ use half::{bf16, f16};
 #[derive(Clone, Copy)]
 pub struct Scalar;
 
-/// Runs `kernel`; a function of its own, so that it is compiled once however many call it.
-#[inline(never)]
+/// Runs `kernel`.
 pub fn enter<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run(Scalar)
+    kernel.entered()
 }
+
+/// A function of its own, so that it is compiled once however many call it, and a method, so that its code is compiled beside the
+/// kernel and not that of all kernels as one unit.
+trait Entered: Kernel + Sized {
+    #[inline(never)]
+    fn entered(self) -> Self::Output {
+        self.run(Scalar)
+    }
+}
+
+impl<K: Kernel> Entered for K {}
 
 impl Simd for Scalar {
     type F = f32;
