@@ -53,31 +53,8 @@ pub(super) fn of(path: &Path, metadata: &Map<String, Value>) -> Result<(Value, M
     };
     let (tokens, merges) = (list("tokens")?, list("merges")?);
     let kinds: &[Value] = get("token_type").and_then(Value::as_array).map_or(&[], Vec::as_slice);
-    let (mut vocab, mut added) = (Map::new(), Vec::new());
-    for (id, token) in tokens.iter().enumerate() {
-        let Some(text) = token.as_str() else {
-            return Err(bad("tokens", format!("has {token} at {id}, which is no text")));
-        };
-        let kind = kinds.get(id).and_then(Value::as_u64).unwrap_or(1);
-        if [CONTROL, ADDED].contains(&kind) {
-            added.push(json!({
-                "id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
-                "special": kind == CONTROL,
-            }));
-        }
-        if vocab.insert(text.into(), id.into()).is_some() {
-            return Err(bad("tokens", format!("has `{text}` twice")));
-        }
-    }
-    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": cut.pattern.is_none()});
-    let pre_tokenizer = match cut.pattern {
-        None => bytes.clone(),
-        Some(pattern) => {
-            let split =
-                json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
-            json!({"type": "Sequence", "pretokenizers": [split, bytes]})
-        }
-    };
+    let (vocab, added) = vocabulary(tokens, kinds).map_err(|why| bad("tokens", why))?;
+    let (bytes, pre_tokenizer) = cut.steps();
     let named = |name: &str| -> Option<&str> {
         let id = get(&format!("{name}_token_id"))?.as_u64()?;
         tokens.get(usize::try_from(id).ok()?)?.as_str()
@@ -109,4 +86,39 @@ pub(super) fn of(path: &Path, metadata: &Map<String, Value>) -> Result<(Value, M
     }
     metadata.get("tokenizer.chat_template").map(|template| settings.insert("chat_template".into(), template.clone()));
     Ok((whole, settings))
+}
+
+/// The numbers of all tokens, and those that are found before a text is cut.
+fn vocabulary(tokens: &[Value], kinds: &[Value]) -> Result<(Map<String, Value>, Vec<Value>), String> {
+    let (mut vocab, mut added) = (Map::new(), Vec::new());
+    for (id, token) in tokens.iter().enumerate() {
+        let text = token.as_str().ok_or_else(|| format!("has {token} at {id}, which is no text"))?;
+        let kind = kinds.get(id).and_then(Value::as_u64).unwrap_or(1);
+        if [CONTROL, ADDED].contains(&kind) {
+            added.push(json!({
+                "id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+                "special": kind == CONTROL,
+            }));
+        }
+        if vocab.insert(text.into(), id.into()).is_some() {
+            return Err(format!("has `{text}` twice"));
+        }
+    }
+    Ok((vocab, added))
+}
+
+impl Cut {
+    /// What makes characters of bytes, and how texts are cut before.
+    fn steps(&self) -> (Value, Value) {
+        let with_its_own = self.pattern.is_none();
+        let bytes = json!({
+            "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": with_its_own,
+        });
+        let cut = self.pattern.map(|pattern| {
+            let split =
+                json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
+            json!({"type": "Sequence", "pretokenizers": [split, bytes]})
+        });
+        (bytes.clone(), cut.unwrap_or(bytes))
+    }
 }
