@@ -83,7 +83,7 @@ impl Machine {
 /// The folder of a model, and what a run makes of it.
 #[derive(clap::Args)]
 pub struct Folder {
-    /// Hugging Face folder: config.json, model.safetensors (or shards with an index), tokenizer files
+    /// Hugging Face folder: config.json, model.safetensors (or shards with an index), tokenizer files; or a GGUF file
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
 

@@ -8,8 +8,8 @@ use crate::fields::Fields;
 use crate::layers::head::Finish;
 use crate::layers::{LayerPlan, attend, attention, branch, is_size, moe, norm, per_layer, shared, time_mix};
 use crate::rotary::{RopeLength, Rotary};
-use crate::{Family, ModelError, families};
-use serde_json::Value;
+use crate::{Family, ModelError, families, gguf};
+use serde_json::{Map, Value};
 use std::path::Path;
 
 /// What a model computes, as data: its blocks, and what stands before and behind them. Every size is at most `i32::MAX`.
@@ -74,6 +74,15 @@ pub struct Config {
     pub passed: Vec<String>,
 }
 
+/// What stands for a `config.json` in a folder that needs none, or in a file that holds a whole model.
+fn without_config(dir: &Path, path: &Path) -> Result<Option<Map<String, Value>>, ModelError> {
+    match () {
+        () if gguf::is_gguf(dir) => gguf::config(dir).map(Some),
+        () if path.exists() => Ok(None),
+        () => families::of_tensors(dir),
+    }
+}
+
 impl Config {
     /// Reads `config.json` and, where there is one, `generation_config.json` of the folder `dir`.
     ///
@@ -82,7 +91,8 @@ impl Config {
     /// the family does not have.
     pub fn load(dir: &Path) -> Result<Config, ModelError> {
         let path = dir.join("config.json");
-        let of_tensors = if path.exists() { None } else { families::of_tensors(dir)? };
+        let of_tensors = without_config(dir, &path)?;
+        let path = if of_tensors.is_some() { dir.into() } else { path };
         let mut config = Config::read(match of_tensors {
             Some(map) => Fields::new(path, map),
             None => Fields::read(path)?,
@@ -112,8 +122,7 @@ impl Config {
     /// A folder that has none.
     pub fn text(dir: &Path) -> Result<String, ModelError> {
         let path = dir.join("config.json");
-        let of_tensors = if path.exists() { None } else { families::of_tensors(dir)? };
-        match of_tensors {
+        match without_config(dir, &path)? {
             Some(map) => Ok(Value::Object(map).to_string()),
             None => std::fs::read_to_string(&path).map_err(|e| ModelError::file(&path, format!("cannot be read: {e}"))),
         }

@@ -37,6 +37,7 @@ mod families;
 mod fields;
 mod files;
 mod generate;
+mod gguf;
 mod gradients;
 mod layers;
 mod machine;

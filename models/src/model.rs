@@ -8,7 +8,7 @@ use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Tokenizer;
 use crate::trace::{TraceHook, all_finite};
 use crate::weights::Weights;
-use crate::{Audit, Config, Grouping, ModelError, Run, Sampling, SamplingRule, Schedule};
+use crate::{Audit, Config, Grouping, ModelError, Run, Sampling, SamplingRule, Schedule, gguf};
 use samebits_ops::device::Device;
 use samebits_ops::{Cpu, DType, Tensor, TensorRef};
 use std::collections::BTreeMap;
@@ -86,6 +86,9 @@ const FOLDER_FILES: [&str; 16] = [
 /// # Errors
 /// A folder that cannot be read.
 pub fn folder_files(dir: &Path) -> Result<Vec<(String, PathBuf)>, ModelError> {
+    if gguf::is_gguf(dir) {
+        return Err(ModelError::file(dir, "is a GGUF file; what is written needs the files of the model's folder"));
+    }
     let unreadable = |e: std::io::Error| ModelError::file(dir, format!("cannot be read: {e}"));
     let mut found = Vec::new();
     for folder in ["", "additional_chat_templates/"] {

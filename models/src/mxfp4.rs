@@ -35,13 +35,13 @@ pub(crate) fn expand<T: Element>(blocks: &[u8], scales: &[u8], n: usize, y: &mut
     }
 }
 
-fn number(bits: u8) -> f32 {
+pub(crate) fn number(bits: u8) -> f32 {
     let size = SIZES[usize::from(bits & 7)];
     if bits & 8 == 0 { size } else { -size }
 }
 
 /// 2^(scale - 127).
-fn scale_of(scale: u8) -> f32 {
+pub(crate) fn scale_of(scale: u8) -> f32 {
     match scale {
         // It has no normal exponent.
         0 => f32::from_bits(1 << 22),

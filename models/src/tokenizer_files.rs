@@ -4,8 +4,8 @@
 //! keep of `tokenizer.json` only vocabulary, merges and post-processor, and normalise and cut as they do themselves. Tokens may
 //! also be added by `tokenizer_config.json`, or `special_tokens_map.json` and `added_tokens.json` of older folders.
 
-use crate::ModelError;
 use crate::files::{parse_object, read, read_object};
+use crate::{ModelError, gguf};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -55,7 +55,7 @@ impl Class {
 const END: &str = "<|endoftext|>";
 
 /// How the code of Qwen2 cuts a text.
-const QWEN2: &str =
+pub(crate) const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// Tokens with a part to play, in the order in which they are added.
@@ -70,6 +70,12 @@ pub(crate) struct Read {
 
 /// Reads the tokenizer of the folder `dir`.
 pub(crate) fn load(dir: &Path) -> Result<Read, ModelError> {
+    if gguf::is_gguf(dir) {
+        let (json, settings) = gguf::tokenizer(dir)?;
+        let inner = json.to_string().parse::<tokenizers::Tokenizer>();
+        let inner = inner.map_err(|e| ModelError::file(dir, format!("has a tokenizer that does not load: {e}")))?;
+        return Ok(Read { inner, settings });
+    }
     let path = dir.join("tokenizer.json");
     if !path.exists() {
         for other in ["tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model", "spiece.model"] {

@@ -1,5 +1,5 @@
 //! Safetensors: one `model.safetensors`, or shards named by `model.safetensors.index.json`; without either the one `.pth` of the
-//! folder.
+//! folder. Or a GGUF file, whose tensors have the names of folders here.
 //!
 //! Every offset and size is checked against the file before a byte of data is read. A tensor leaves the set when it is
 //! taken, so that what is left at the end is what nobody asked for. Tensors are read one at a time and not mapped, so
@@ -10,7 +10,7 @@ use crate::error::escaped;
 use crate::files::{open, parse, read_object};
 use crate::machine::typed;
 use crate::memory::buffer;
-use crate::{Config, ModelError, mxfp4, pth};
+use crate::{Config, ModelError, gguf, mxfp4, pth};
 use safetensors::tensor::{Dtype, TensorInfo};
 use samebits_ops::{DType, Element, Tensor, TensorRef, bf16, f16};
 use serde_json::Value;
@@ -62,8 +62,18 @@ pub(crate) struct Stored {
     bytes: Range<u64>,
     /// Where it goes on behind these: shards, and the bytes there.
     more: Vec<(usize, Range<u64>)>,
-    /// Where the tensor of the scales stands, of one that is stored as blocks of MXFP4: the shard, and the bytes there.
-    scales: Option<(usize, Range<u64>)>,
+    form: Form,
+}
+
+/// How the elements of a tensor are stored.
+#[derive(Debug, PartialEq)]
+enum Form {
+    /// As they are.
+    Plain,
+    /// As blocks of MXFP4, whose scales stand in a tensor of their own: its shard, and the bytes there.
+    Scaled(usize, Range<u64>),
+    /// As those of a GGUF file, and in how many heads, where rows of heads stand pair by pair.
+    Packed(gguf::Format, Option<usize>),
 }
 
 /// Bytes read at a time.
@@ -72,6 +82,9 @@ const BLOCK: usize = 1 << 20;
 impl<'a> Weights<'a> {
     /// Opens the weights of the folder `dir` and checks every header.
     pub fn open(dir: &Path) -> Result<Weights<'a>, ModelError> {
+        if gguf::is_gguf(dir) {
+            return Ok(Weights::open_gguf(dir)?.of_models());
+        }
         let (whole, index) = (dir.join(WHOLE), dir.join(INDEX));
         match (whole.exists(), index.exists()) {
             (true, true) => Err(ModelError::file(&index, format!("stands beside {WHOLE}; keep one of them"))),
@@ -95,7 +108,51 @@ impl<'a> Weights<'a> {
         let mut weights = Weights::empty(path);
         for (name, (dtype, shape, bytes)) in pth::read(path, &mut file, length)? {
             weights.total += bytes.end - bytes.start;
-            weights.tensors.insert(name, Stored { shard: 0, dtype, shape, bytes, more: Vec::new(), scales: None });
+            weights.tensors.insert(name, Stored { shard: 0, dtype, shape, bytes, more: Vec::new(), form: Form::Plain });
+        }
+        weights.shards.push((path.into(), file));
+        Ok(weights)
+    }
+
+    /// Opens a GGUF file: its tensors by the names of folders.
+    fn open_gguf(path: &Path) -> Result<Weights<'a>, ModelError> {
+        let (mut file, length) = open(path)?;
+        let contents = gguf::read(path, &mut file, length)?;
+        let mut weights = Weights::empty(path);
+        for (name, found) in &contents.tensors {
+            let places = gguf::places(&contents, name);
+            let places = places.unwrap_or_else(|| vec![gguf::Place { name: name.clone(), part: None, heads: None }]);
+            let (parts, size) = (places.len() as u64, found.bytes.end - found.bytes.start);
+            for place in places {
+                let (mut shape, mut bytes) = (found.shape.clone(), found.bytes.clone());
+                if let Some(part) = place.part {
+                    shape.remove(0);
+                    let each = size / parts;
+                    bytes.start += part as u64 * each;
+                    bytes.end = bytes.start + each;
+                }
+                // A gate is stored as one row without its axis.
+                if place.name.ends_with("shared_expert_gate.weight") && shape.len() == 1 {
+                    shape.insert(0, 1);
+                }
+                if let Some(heads) = place.heads
+                    && shape.first().is_none_or(|rows| heads == 0 || rows % (2 * heads) != 0)
+                {
+                    let why = format!("has shape {shape:?}, which are not {heads} heads of an even width");
+                    return Err(ModelError::tensor(path, name, why));
+                }
+                weights.total += bytes.end - bytes.start;
+                let form = Form::Packed(found.format, place.heads);
+                let dtype = match found.format {
+                    gguf::Format::F16 => Dtype::F16,
+                    gguf::Format::Bf16 => Dtype::BF16,
+                    _ => Dtype::F32,
+                };
+                let stored = Stored { shard: 0, dtype, shape, bytes, more: Vec::new(), form };
+                if weights.tensors.insert(place.name, stored).is_some() {
+                    return Err(ModelError::tensor(path, name, "stands in it twice"));
+                }
+            }
         }
         weights.shards.push((path.into(), file));
         Ok(weights)
@@ -138,7 +195,7 @@ impl<'a> Weights<'a> {
         let mut weights = Weights::empty(Path::new("the model in memory"));
         let stored = |tensor: &TensorRef| {
             let dtype = typed!(tensor.dtype() => A, dtype_of::<A>());
-            Stored { shard: 0, dtype, shape: tensor.shape().into(), bytes: 0..0, more: Vec::new(), scales: None }
+            Stored { shard: 0, dtype, shape: tensor.shape().into(), bytes: 0..0, more: Vec::new(), form: Form::Plain }
         };
         weights.tensors = memory.iter().map(|(name, (tensor, _))| (name.clone(), stored(tensor))).collect();
         weights.memory = memory;
@@ -268,7 +325,8 @@ impl<'a> Weights<'a> {
                     complaints.push(bad(format!("has shape {:?}; config.json asks for {shape:?}", stored.shape)));
                 }
                 Some(_)
-                    if stored.scales.is_none() && !matches!(stored.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32) =>
+                    if !matches!(stored.form, Form::Scaled(..))
+                        && !matches!(stored.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32) =>
                 {
                     complaints.push(bad(format!("is {}; weights must be BF16, F16 or F32", stored.dtype)));
                 }
@@ -431,8 +489,10 @@ impl<'a> Weights<'a> {
             });
             return Ok(data);
         }
-        if let Some(scales) = &stored.scales {
-            return self.expand(name, stored, scales);
+        match &stored.form {
+            Form::Plain => {}
+            Form::Scaled(shard, scales) => return self.expand(name, stored, *shard, scales),
+            Form::Packed(format, heads) => return self.unpack(name, stored, *format, *heads),
         }
         let width = match stored.dtype {
             Dtype::BF16 | Dtype::F16 => 2,
@@ -468,12 +528,47 @@ impl<'a> Weights<'a> {
         Ok(data)
     }
 
+    /// The elements of a tensor of a GGUF file, some rows at a time; rows of heads go where folders have them.
+    fn unpack<T: Element>(
+        &mut self,
+        name: &str,
+        stored: &Stored,
+        format: gguf::Format,
+        heads: Option<usize>,
+    ) -> Result<Vec<T>, ModelError> {
+        let mut data: Vec<T> = buffer(&stored.shape)?;
+        let (numbers, size) = format.block();
+        // Of a vector in heads each number is a row.
+        let axes = if heads.is_some() { 1 } else { stored.shape.len().saturating_sub(1) };
+        let width: usize = stored.shape.get(axes..).unwrap_or_default().iter().product();
+        let (path, file) = &mut self.shards[stored.shard];
+        let unreadable = |e: std::io::Error| ModelError::tensor(path, name, format!("cannot be read: {e}"));
+        file.seek(SeekFrom::Start(stored.bytes.start)).map_err(unreadable)?;
+        let rows = data.len().checked_div(width).unwrap_or(0);
+        let together = (BLOCK / 4).div_ceil(width.max(1)).min(rows);
+        let (mut values, mut bytes) = (vec![0f32; together * width], vec![0u8; together * width / numbers * size]);
+        for first in (0..rows).step_by(together.max(1)) {
+            let count = together.min(rows - first) * width;
+            let bytes = &mut bytes[..count / numbers * size];
+            file.read_exact(bytes).map_err(unreadable)?;
+            format.expand(bytes, &mut values[..count]);
+            for (at, row) in values[..count].chunks_exact(width).enumerate() {
+                let to = heads.map_or(first + at, |heads| unpaired(first + at, rows / heads));
+                row.iter().zip(&mut data[to * width..][..width]).for_each(|(from, to)| *to = T::narrow(*from));
+            }
+            self.taken += bytes.len() as u64;
+            (self.progress)(self.taken, self.total);
+        }
+        Ok(data)
+    }
+
     /// The elements of a tensor that is stored as MXFP4, one matrix after the other.
     fn expand<T: Element>(
         &mut self,
         name: &str,
         stored: &Stored,
-        (shard, scales): &(usize, Range<u64>),
+        shard: usize,
+        scales: &Range<u64>,
     ) -> Result<Vec<T>, ModelError> {
         let mut data: Vec<T> = buffer(&stored.shape)?;
         let (count, matrix) = (stored.shape[0], stored.shape[1..].iter().product::<usize>());
@@ -491,11 +586,17 @@ impl<'a> Weights<'a> {
         };
         // Where a matrix has no elements there is nothing to cut into parts.
         for (number, data) in data.chunks_mut(matrix.max(1)).enumerate() {
-            let (blocks, scales) = (part(stored.shard, &stored.bytes, number)?, part(*shard, scales, number)?);
+            let (blocks, scales) = (part(stored.shard, &stored.bytes, number)?, part(shard, scales, number)?);
             mxfp4::expand(&blocks, &scales, stored.shape[2], data);
         }
         Ok(data)
     }
+}
+
+/// Where folders have a row that is stored as number 2j + s of its head of `width` rows: at j + s * width / 2.
+fn unpaired(row: usize, width: usize) -> usize {
+    let (head, within) = (row / width, row % width);
+    head * width + within / 2 + within % 2 * (width / 2)
 }
 
 /// A tensor of this shape, but for its rows.
@@ -638,7 +739,14 @@ fn read_header(
         }
         tensors.push((
             name,
-            Stored { shard, dtype: info.dtype, shape: info.shape, bytes: begin..end, more: Vec::new(), scales: None },
+            Stored {
+                shard,
+                dtype: info.dtype,
+                shape: info.shape,
+                bytes: begin..end,
+                more: Vec::new(),
+                form: Form::Plain,
+            },
         ));
     }
     // By name where offsets are equal, so that the same file always gives the same error.
@@ -700,7 +808,7 @@ mod tests {
             shape: vec![1, 2],
             bytes: start..start + 8,
             more: Vec::new(),
-            scales: None,
+            form: Form::Plain,
         };
         let b = Stored {
             shard: 3,
@@ -708,7 +816,7 @@ mod tests {
             shape: vec![2],
             bytes: start + 8..start + 12,
             more: Vec::new(),
-            scales: None,
+            form: Form::Plain,
         };
         assert_eq!(read, [("a".into(), a), ("b".into(), b)]);
     }

@@ -1,6 +1,6 @@
 //! Folders whose tensors have other names than those of the model, or other cuts.
 
-use super::{Stored, Weights};
+use super::{Form, Stored, Weights};
 use crate::mxfp4;
 use safetensors::Dtype;
 use std::ops::Range;
@@ -73,7 +73,7 @@ impl<'a> Weights<'a> {
                 let mut parts = parts.into_iter();
                 let (shard, bytes) = parts.next().unwrap_or((0, 0..0));
                 let shape = [&[rows], &shape[1..]].concat();
-                let own = Stored { shard, dtype, shape, bytes, more: parts.collect(), scales: None };
+                let own = Stored { shard, dtype, shape, bytes, more: parts.collect(), form: Form::Plain };
                 self.tensors.insert(name.clone(), own);
             }
         }
@@ -104,7 +104,7 @@ impl<'a> Weights<'a> {
                     shape: vec![rows, k],
                     bytes: first..first + bytes,
                     more: Vec::new(),
-                    scales: None,
+                    form: Form::Plain,
                     ..stored
                 };
                 self.tensors.insert(format!("{block}.{expert}.{part}.weight"), own);
@@ -125,9 +125,10 @@ impl<'a> Weights<'a> {
             };
             let bytes = of_blocks.dtype == Dtype::U8 && of_scales.dtype == Dtype::U8;
             let Some(shape) = mxfp4::shape(&of_blocks.shape, &of_scales.shape).filter(|_| bytes) else { continue };
-            let scales = self.tensors.remove(&scales).map(|it| (it.shard, it.bytes));
+            let scales = self.tensors.remove(&scales).expect("it is there");
             let blocks = self.tensors.remove(&blocks).expect("it is there");
-            self.tensors.insert(name, Stored { shape, scales, ..blocks });
+            let form = Form::Scaled(scales.shard, scales.bytes);
+            self.tensors.insert(name, Stored { shape, form, ..blocks });
         }
         self
     }
