@@ -169,12 +169,12 @@ fn place(shape: &[u64], kind: u32, start: u64, offset: u64, align: u64, length: 
     let format = Format::of(kind)?;
     let (numbers, bytes) = format.block();
     let row = shape.last().copied().unwrap_or(1);
-    if row % numbers as u64 != 0 {
+    if !row.is_multiple_of(numbers as u64) {
         return Err(format!("has rows of {row} numbers, which blocks of {numbers} ({}) do not fill", format.name()));
     }
     let count = shape.iter().try_fold(1u64, |n, extent| n.checked_mul(*extent));
     let size = count.and_then(|count| (count / numbers as u64).checked_mul(bytes as u64));
-    let begin = start.checked_add(offset).filter(|_| offset % align == 0);
+    let begin = start.checked_add(offset).filter(|_| offset.is_multiple_of(align));
     match (begin, size) {
         (Some(begin), Some(size)) if begin.checked_add(size).is_some_and(|end| end <= length) => {
             let shape = shape.iter().map(|extent| *extent as usize).collect();

@@ -136,7 +136,9 @@ impl<'a> Weights<'a> {
                     shape.insert(0, 1);
                 }
                 if let Some(heads) = place.heads
-                    && shape.first().is_none_or(|rows| heads == 0 || rows % (2 * heads) != 0)
+                    && !heads.checked_mul(2).is_some_and(|halves| {
+                        shape.first().is_some_and(|rows| halves > 0 && rows.is_multiple_of(halves))
+                    })
                 {
                     let why = format!("has shape {shape:?}, which are not {heads} heads of an even width");
                     return Err(ModelError::tensor(path, name, why));
