@@ -4,7 +4,9 @@ use crate::model::{Views, config_of, locked, refused, released, rope_length};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use samebits_models::{Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, SamplingRule, Serving};
+use samebits_models::{
+    Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, SamplingRule, Serving,
+};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Mutex;
