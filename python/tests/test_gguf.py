@@ -50,11 +50,12 @@ OUTSIDE = {
 
 
 def pairs(x, heads):
-    """Rows of q and k as llama.cpp has them for architecture llama; twice in heads of other shapes it is undone."""
+    """Rows of q and k as llama.cpp has them for architecture llama."""
     return x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
 def unpaired(x, heads):
+    """The rows again as a folder has them."""
     return x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
@@ -141,6 +142,17 @@ def test_a_file_is_the_folder_with_its_numbers(tmp_path, name, kind):
         assert found == wanted and len(found) == 4
 
 
+def test_a_factor_without_a_type_is_a_linear_one(tmp_path):
+    file, folder = tmp_path / "model.gguf", tmp_path / "folder"
+    write("qwen3", "F32", file, folder, more=lambda writer: writer.add_float32("qwen3.rope.scaling.factor", 2.0))
+    plain = told(samebits.Engine(folder, dtype="fp32").generate(PROMPTS, 2, **HOW))
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    found, wanted = (told(samebits.Engine(model, dtype="fp32").generate(PROMPTS, 2, **HOW)) for model in (file, folder))
+    assert found == wanted != plain
+
+
 def refused(tmp_path, change=None, name="qwen3", **how):
     """What is said of a file, whose bytes `change` changes."""
     file = tmp_path / "model.gguf"
@@ -195,6 +207,9 @@ def test_what_is_not_read_is_refused_by_field(tmp_path):
     (tmp_path / "more").mkdir()
     told = refused(tmp_path / "more", more=lambda writer: writer.add_float32("qwen3.attn_logit_softcapping", 30.0))
     assert "qwen3.attn_logit_softcapping" in told
+    (tmp_path / "blocks").mkdir()
+    told = refused(tmp_path / "blocks", more=lambda writer: writer.add_uint32("qwen3.interleave_moe_layer_step", 2))
+    assert "qwen3.interleave_moe_layer_step" in told
     (tmp_path / "scaling").mkdir()
     told = refused(tmp_path / "scaling", more=lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE))
     assert "qwen3.rope.scaling.type" in told and "`longrope`" in told

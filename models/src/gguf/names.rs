@@ -40,7 +40,7 @@ const FIELDS: [(&str, &str); 13] = [
 ];
 
 /// Tensors of a block, and what a folder calls them within its own.
-const PARTS: [(&str, &str); 17] = [
+const PARTS: [(&str, &str); 16] = [
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
@@ -57,7 +57,6 @@ const PARTS: [(&str, &str); 17] = [
     ("ffn_gate_shexp", "mlp.shared_expert.gate_proj"),
     ("ffn_up_shexp", "mlp.shared_expert.up_proj"),
     ("ffn_down_shexp", "mlp.shared_expert.down_proj"),
-    ("ffn_exps", "mlp.experts"),
 ];
 
 /// Factors by which frequencies are divided: what llama.cpp makes of the scaling of Llama 3.
@@ -162,9 +161,11 @@ fn scaling(reading: &mut Reading, map: &mut Map<String, Value>, factors: Option<
     {
         reading.refuse("attention.value_length", format!("is {value}; supported is that of keys, {key}"));
     }
-    let kind = reading.get("rope.scaling.type").and_then(Value::as_str).unwrap_or("none").to_string();
     let number = |name: &str| reading.get(name).cloned().unwrap_or(Value::Null);
     let (factor, original) = (number("rope.scaling.factor"), number("rope.scaling.original_context_length"));
+    // A factor without a type is a linear one.
+    let unsaid = if factor.is_null() { "none" } else { "linear" };
+    let kind = reading.get("rope.scaling.type").and_then(Value::as_str).unwrap_or(unsaid).to_string();
     match kind.as_str() {
         "none" => {}
         "linear" => drop(map.insert("rope_scaling".into(), json!({"rope_type": "linear", "factor": factor}))),
@@ -207,7 +208,7 @@ fn of_llama3(base: f64, pairs: usize, factor: f64) -> impl Iterator<Item = f64> 
 /// Refuses fields of the architecture that nothing here reads.
 fn unread(reading: &mut Reading) {
     // Of these the value is looked at above, or says nothing of the computation.
-    const SEEN: [&str; 9] = [
+    const SEEN: [&str; 7] = [
         "rope.dimension_count",
         "rope.scaling.type",
         "rope.scaling.factor",
@@ -215,8 +216,6 @@ fn unread(reading: &mut Reading) {
         "rope.scaling.finetuned",
         "attention.value_length",
         "vocab_size",
-        "leading_dense_block_count",
-        "interleave_moe_layer_step",
     ];
     let beginning = format!("{}.", reading.of.name);
     let unknown: Vec<String> = (reading.contents.metadata.keys())
@@ -229,13 +228,12 @@ fn unread(reading: &mut Reading) {
     }
 }
 
-/// Where a tensor of a folder stands in a file: of experts that stand one behind the other, the number of one and how many
-/// there are.
+/// A tensor of a folder, and where in one of a file it stands.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Place {
     /// Its name in a folder.
     pub name: String,
-    /// Of what is stored together: this one.
+    /// Which one, of the experts that stand there one behind the other.
     pub part: Option<usize>,
     /// Whether its rows are stored pair by pair, in heads of which there are so many.
     pub heads: Option<usize>,
