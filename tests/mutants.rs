@@ -306,26 +306,22 @@ impl Bench {
             ..Selection::all(slice)
         });
         // Where it rearranges nothing it is `ours/cpu`, which the test `conformance` judges.
-        let rearranges = |group: &Vec<samebits_harness::judge::Trial>| {
-            let small = |trial: &samebits_harness::judge::Trial| trial.case.fill != Fill::Power;
-            group.first().is_some_and(|trial| small(trial) && right.rearranged(&trial.case.build()).is_some())
+        let rearranged = |selection: &Selection, powerful: bool| {
+            let groups = plan(&self.contract, right.name(), selection).into_iter();
+            let is_asked = |group: &Vec<samebits_harness::judge::Trial>| {
+                let trial = group.first().filter(|trial| (trial.case.fill == Fill::Power) == powerful);
+                trial.is_some_and(|trial| right.rearranged(&trial.case.build()).is_some())
+            };
+            groups.filter(is_asked).collect::<Vec<_>>()
         };
-        let mut plans = selections.iter().map(|selection| {
-            let groups = plan(&self.contract, right.name(), selection);
-            groups.into_iter().filter(rearranges).collect::<Vec<_>>()
-        });
+        let mut plans = selections.iter().map(|selection| rearranged(selection, false));
         let groups = plans.find(|groups| !groups.is_empty());
         let groups = groups.ok_or("it rearranges nothing, so it is no other implementation")?;
         let mut records: Vec<Record> = groups.iter().flat_map(|group| judge.group(group)).collect();
         // Of the inputs by which another order is seen, those of every op: the bits of the golden, which is within the bounds.
         let powerful =
             Selection { dtypes: vec![DType::Bf16], judgments: vec![Judgment::Golden], ..Selection::all(Slice::Quick) };
-        let is_powerful = |group: &Vec<samebits_harness::judge::Trial>| {
-            let trial = group.first().filter(|trial| trial.case.fill == Fill::Power);
-            trial.is_some_and(|trial| right.rearranged(&trial.case.build()).is_some())
-        };
-        let groups = plan(&self.contract, right.name(), &powerful).into_iter().filter(is_powerful);
-        records.extend(groups.flat_map(|group| judge.group(&group)));
+        records.extend(rearranged(&powerful, true).iter().flat_map(|group| judge.group(group)));
         match records.iter().find(|record| record.verdict.is_red()) {
             Some(red) => Err(format!("{}: {}: {:?}", red.case, name(red), red.verdict).into()),
             None => Ok(()),

@@ -11,7 +11,7 @@ use crate::state::States;
 use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Encoded;
 use crate::trace::{TraceHook, all_finite};
-use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Run, Sampling, SamplingRule};
+use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Run, Sampling, SamplingRule};
 use samebits_ops::Cpu;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Range;
@@ -291,8 +291,7 @@ impl Queue {
         number: usize,
     ) -> Result<usize, ModelError> {
         let c = model.config();
-        sampling.check(c)?;
-        let rule = Checked::new(&sampling.rule, c)?;
+        let rule = sampling.checked(c)?;
         if !sampling.stop.is_empty() {
             model.tokenizer()?;
         }
@@ -349,7 +348,7 @@ impl Queue {
     }
 
     /// Begins what waits, as long as there is room.
-    fn begin(&mut self, c: &crate::Config, events: &mut Vec<Event>) {
+    fn begin(&mut self, c: &Config, events: &mut Vec<Event>) {
         while self.active.len() < self.serving.batch {
             let Some(front) = self.waiting.front_mut() else { break };
             let (request, prompt) = (front.0, front.1);
@@ -482,12 +481,14 @@ impl Queue {
     /// Keeps what a text has of its prompt for those that still want it.
     fn keep_stem(&mut self, at: usize) {
         let text = &self.active[at];
+        if !self.serving.share_prompts || !text.pending.is_empty() || !text.sample.tokens.is_empty() {
+            return;
+        }
         let Request { prompts, number, .. } = &self.requests[&text.request];
         let of = (text.request, text.sample.prompt - number);
         let of_prompt = self.waiting.iter().filter(|(request, prompt, _)| (*request, *prompt) == of);
         let wanted: usize = of_prompt.map(|(_, _, samples)| samples.len()).sum();
-        let is_whole = text.pending.is_empty() && text.sample.tokens.is_empty();
-        if self.serving.share_prompts && is_whole && wanted > 0 && !self.stems.contains_key(&of) {
+        if wanted > 0 && !self.stems.contains_key(&of) {
             let stem = self.states.fork(text.number, prompts[of.1].len(), text.sample.limit);
             self.stems.insert(of, (stem, wanted));
         }

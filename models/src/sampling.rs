@@ -248,9 +248,16 @@ impl Sampling {
         }
         ModelError::all(found)
     }
-}
 
-impl Sampling {
+    /// How tokens come from logits, where all settings are right for a model of `c`.
+    ///
+    /// # Errors
+    /// As [`Sampling::check`].
+    pub(crate) fn checked(&self, c: &Config) -> Result<Checked, ModelError> {
+        self.check(c)?;
+        Ok(Checked { rule: self.rule.clone(), bias: self.rule.bias(c.vocab) })
+    }
+
     /// Whether a text of these tokens holds one that it ends behind.
     pub(crate) fn ends(&self, model: &Model, tokens: &[i32]) -> Result<bool, ModelError> {
         if self.stop.is_empty() {
@@ -311,15 +318,21 @@ impl<'a> Places<'a> {
     /// The places of tokens behind a text of a prompt and an output: behind the first `from` of its output, and so on to all.
     pub fn push(&mut self, rule: &'a Checked, prompt: &[i32], output: &[i32], from: usize) {
         let begin = self.tokens.len();
-        let place = |at: usize| i32::try_from(begin + at).expect("texts of a step have fewer tokens");
+        let place = |at: usize| {
+            // A text without tokens has no penalties.
+            let at = if rule.looks_back() { at } else { 0 };
+            i32::try_from(begin + at).expect("texts of a step have fewer tokens")
+        };
         for len in from..=output.len() {
             self.rules.push(rule);
             self.begin.push(place(0));
             self.prompt_end.push(place(prompt.len()));
             self.end.push(place(prompt.len() + len));
         }
-        self.tokens.extend_from_slice(prompt);
-        self.tokens.extend_from_slice(output);
+        if rule.looks_back() {
+            self.tokens.extend_from_slice(prompt);
+            self.tokens.extend_from_slice(output);
+        }
     }
 
     fn each<T>(&self, of: impl Fn(&SamplingRule) -> T) -> Vec<T> {

@@ -135,12 +135,10 @@ impl<'a> Weights<'a> {
                 if place.name.ends_with("shared_expert_gate.weight") && shape.len() == 1 {
                     shape.insert(0, 1);
                 }
-                if let Some(heads) = place.heads
-                    && !heads.checked_mul(2).is_some_and(|halves| {
-                        shape.first().is_some_and(|rows| halves > 0 && rows.is_multiple_of(halves))
-                    })
-                {
-                    let why = format!("has shape {shape:?}, which are not {heads} heads of an even width");
+                let halves = place.heads.map(|heads| heads.saturating_mul(2));
+                let are_whole = |halves| halves > 0 && shape.first().is_some_and(|rows| rows.is_multiple_of(halves));
+                if let Some(halves) = halves.filter(|halves| !are_whole(*halves)) {
+                    let why = format!("has shape {shape:?}, which are not {} heads of an even width", halves / 2);
                     return Err(ModelError::tensor(path, name, why));
                 }
                 weights.total += bytes.end - bytes.start;

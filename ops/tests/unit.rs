@@ -4,10 +4,10 @@
 compile_error!("the tests need a feature: cargo test -p samebits-ops --features unit-tests");
 
 use libtest_mimic::{Arguments, Trial};
-use samebits_ops::UNIT_TESTS;
+use samebits_ops::{UNIT_TESTS, UnitTest};
 
 fn main() {
-    let trial = |&(name, test): &(&'static str, fn())| {
+    let trial = |&(name, test): &UnitTest| {
         Trial::test(name.trim_start_matches("crate::"), move || {
             test();
             Ok(())

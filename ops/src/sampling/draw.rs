@@ -10,6 +10,7 @@ use crate::call::Entry;
 use crate::element::{Stored, typed};
 use crate::profile::IEEE;
 use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
+use samebits_schema::truncate::MOST_VOCAB;
 
 const NAME: &str = "draw";
 
@@ -48,8 +49,8 @@ fn check([x, bits]: [usize; 2], rows: usize, vocab: usize) -> Result<(), Error> 
 
 /// V of which sums of weights are exact.
 pub(super) fn check_vocabulary(op: &'static str, vocab: usize) -> Result<(), Error> {
-    match vocab > 1 << 22 {
-        true => Err(value_error(op, format!("V is {vocab}; sums of weights are exact up to 2^22"))),
+    match vocab > MOST_VOCAB {
+        true => Err(value_error(op, format!("V is {vocab}; sums of weights are exact up to {MOST_VOCAB}"))),
         false => Ok(()),
     }
 }

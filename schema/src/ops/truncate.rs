@@ -19,11 +19,11 @@ pub static OP: Op = Op {
 };
 
 /// The largest V whose weights, integers of up to 2^40, have a sum within 63 bits.
-const MOST: usize = 1 << 22;
+pub const MOST_VOCAB: usize = 1 << 22;
 
 pub(super) fn check_vocabulary(call: &Call) -> Result<(), Error> {
     match call.dim("V") {
-        v if v > MOST => invalid(format!("input `x`: V = {v}; sums of weights are exact up to {MOST}")),
+        v if v > MOST_VOCAB => invalid(format!("input `x`: V = {v}; sums of weights are exact up to {MOST_VOCAB}")),
         _ => Ok(()),
     }
 }
