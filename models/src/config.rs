@@ -227,9 +227,9 @@ impl Config {
 
     /// What a tensor is for that is stored and not part of the forward.
     pub(crate) fn unused(&self, name: &str) -> Option<&'static str> {
-        let behind = |i: usize| name.starts_with(&format!("{}.{}.", self.stack, self.layers() + i));
+        let behind = |block: usize| block.checked_sub(self.layers()).is_some_and(|i| i < self.extra_layers);
         let further = self.extra_layers > 0 && name.starts_with("model.mtp_");
-        if further || (0..self.extra_layers).any(behind) {
+        if further || self.within_block(name).is_some_and(|(block, _)| behind(block)) {
             return Some(FURTHER);
         }
         if self.is_lent(name) {

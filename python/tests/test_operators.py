@@ -20,6 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase))
 op_db = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
 
+# By one process: what they look at takes half a minute to gather.
+pytestmark = pytest.mark.xdist_group("operators")
+
 NIGHTLY = "SAMEBITS_NIGHTLY" in os.environ
 # Samples of an entry of torch's table, and calls of an operator that are looked at.
 SAMPLES, CALLS = (1000, 64) if NIGHTLY else (3, 4)

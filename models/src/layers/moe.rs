@@ -180,6 +180,8 @@ impl Plan {
         self.shared.as_ref().map_or(Ok(()), |shared| shared.mlp.check(hidden, tables))?;
         if ![count, chosen, groups, top_groups].into_iter().all(is_size) {
             Err(SIZES)
+        } else if chosen > count || top_groups > groups {
+            Err("no token has more experts, or groups of them, than there are")
         } else if self.latent.is_some_and(|latent| latent.hidden != hidden) {
             Err("its layers have the width of the residual stream")
         } else if self.latent.is_some() && self.weighs == Weighs::Inputs {
