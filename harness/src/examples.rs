@@ -4,7 +4,7 @@ use crate::cmd::forward::{Tokens, words};
 use crate::cmd::{attribute, warn};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
-use samebits_models::{Batch, Loss, ModelError, Precision, SamplingRule};
+use samebits_models::{Batch, Loss, ModelError, Precision, Ruled, Sampled, SamplingRule};
 use samebits_schema::policy_loss;
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -88,6 +88,8 @@ pub struct Sequences {
     policy: Option<(Vec<f32>, Vec<Vec<f32>>)>,
     options: LossOptions,
     temperature: f64,
+    /// How each was sampled, where that is not at the temperature from all tokens.
+    rules: Vec<Ruled>,
 }
 
 impl Sequences {
@@ -99,7 +101,8 @@ impl Sequences {
             (numbers.iter().map(|&number| advantages[number]).collect(), old)
         });
         let (options, temperature) = (self.options, self.temperature);
-        Sequences { tokens: rows(&self.tokens), count: rows(&self.count), policy, options, temperature }
+        let rules = numbers.iter().filter_map(|&number| self.rules.get(number).cloned()).collect();
+        Sequences { tokens: rows(&self.tokens), count: rows(&self.count), policy, options, temperature, rules }
     }
 
     /// Whether a token of those with these numbers counts.
@@ -112,6 +115,12 @@ impl Sequences {
         self.tokens.iter().map(Vec::len).sum()
     }
 
+    /// How they were sampled, where that is not at one temperature from all tokens: settings of each, as JSON.
+    pub fn sampling(&self) -> Option<String> {
+        let settings = self.rules.iter().map(|ruled| ruled.rule.json());
+        (!self.rules.is_empty()).then(|| Value::from(settings.collect::<Vec<_>>()).to_string())
+    }
+
     /// All of them as a batch of `groups` groups.
     pub fn batch(&self, groups: usize) -> Batch<'_> {
         let LossOptions { clip_low: low, clip_high: high, entropy, .. } = self.options;
@@ -119,24 +128,37 @@ impl Sequences {
             None => Loss::Nll,
             Some((advantages, old_logprob)) => Loss::Policy { advantages, old_logprob, low, high, entropy },
         };
-        let temperature = self.temperature;
-        Batch { sequences: &self.tokens, count: &self.count, loss, temperature, groups }
+        let sampled = if self.rules.is_empty() { Sampled::At(self.temperature) } else { Sampled::By(&self.rules) };
+        Batch { sequences: &self.tokens, count: &self.count, loss, sampled, groups }
     }
 }
 
-/// Refuses texts whose log-probabilities are not those of all tokens at a temperature: nothing here computes others.
-fn refuse_truncated(settings: &Map<String, Value>) -> Result<()> {
-    let mut rule = SamplingRule::default();
-    rule.read(settings).context("metadata")?;
-    let asked: Vec<String> =
-        rule.json().keys().filter(|name| *name != "temperature").map(|name| format!("`{name}`")).collect();
-    ensure!(
-        asked.is_empty(),
-        "metadata: the texts were sampled with {}; log-probabilities of truncated or penalised sampling have no gradient here: \
-         sample without",
-        asked.join(", ")
-    );
-    Ok(())
+/// How each sequence was sampled behind its prompt, where that is not at `temperature` from all tokens.
+fn rules(tokens: &Tokens, prompts: &[usize], temperature: f64, options: LossOptions) -> Result<Vec<Ruled>> {
+    let nothing = Map::new();
+    let mut rules = Vec::new();
+    for (b, &prompt) in prompts.iter().enumerate() {
+        let mut rule = SamplingRule::at(temperature);
+        let own = tokens.settings_of_each.as_ref().map_or(&nothing, |each| &each[b]);
+        rule.read(&tokens.settings).and_then(|()| rule.read(own)).context("metadata `sampling`")?;
+        let says = tokens.settings.contains_key("temperature") || own.contains_key("temperature");
+        if let Some(asked) = options.temperature.filter(|_| says) {
+            ensure!(
+                at(rule.temperature) == at(asked),
+                "metadata `sampling`: sequence {b} was sampled at {}, and --temperature is {asked}; ratios of two temperatures \
+                 are not compared: leave --temperature out",
+                rule.temperature
+            );
+        }
+        rules.push(Ruled { rule, prompt });
+    }
+    let is_plain = |ruled: &Ruled| ruled.rule.is_plain() && at(ruled.rule.temperature) == temperature;
+    Ok(if rules.iter().all(is_plain) { Vec::new() } else { rules })
+}
+
+/// What logits are divided by: where the likeliest tokens were taken, log-probabilities are those at 1.
+fn at(temperature: f64) -> f64 {
+    if temperature == 0.0 { 1.0 } else { temperature }
 }
 
 impl Examples {
@@ -149,7 +171,10 @@ impl Examples {
         let bytes = std::fs::read(path).with_context(|| path.display().to_string())?;
         let examples = Examples::parse(&bytes, options, dtype).with_context(|| path.display().to_string())?;
         let [temperature, of_dtype] = &examples.tokens.sampled;
-        if options.loss == LossKind::Policy && options.temperature.is_none() && temperature.is_none() {
+        let says = |settings: &Map<String, Value>| settings.contains_key("temperature");
+        let each_says = examples.tokens.settings_of_each.as_ref().is_some_and(|each| each.iter().all(says));
+        let is_said = temperature.is_some() || says(&examples.tokens.settings) || each_says;
+        if options.loss == LossKind::Policy && options.temperature.is_none() && !is_said {
             let dtype = if of_dtype.is_some() { String::new() } else { format!(", and {} as `dtype`", dtype.name()) };
             warn(&format!(
                 "{}: does not say at what `temperature` its old_logprob was sampled (in its metadata, or --temperature): 1 is \
@@ -174,7 +199,6 @@ impl Examples {
         let file = SafeTensors::deserialize(bytes).context("not a safetensors file")?;
         let tokens = Tokens::of(&file, bytes)?;
         let [sampled_at, sampled_in] = &tokens.sampled;
-        refuse_truncated(&tokens.settings)?;
         let of_settings = tokens.settings.get("temperature").map(ToString::to_string);
         if let (Some(of_settings), Some(alone)) = (&of_settings, sampled_at) {
             let [a, b] = [of_settings, alone].map(|text| text.parse::<f64>().ok());
@@ -240,11 +264,19 @@ impl Examples {
                 Some((advantages, tokens.of_sequences(&old)))
             }
         };
-        let all = Sequences { tokens: sequences, count, policy, options, temperature };
+        let prompts = match file.tensor("prompt_len") {
+            // Its first token that counts was sampled.
+            Err(_) => count.iter().map(|count| count.iter().position(|c| *c == 1).unwrap_or(count.len())).collect(),
+            Ok(_) => prompts(words(tensor(&file, "prompt_len", Dtype::I32, &[batch])?, i32::from_le_bytes), &count)?,
+        };
+        let rules = rules(&tokens, &prompts, temperature, options)?;
+        let all = Sequences { tokens: sequences, count, policy, options, temperature, rules };
         let unread = file.iter().filter(|(name, tensor)| {
             let whole =
                 [Dtype::BOOL, Dtype::U8, Dtype::I8, Dtype::I16, Dtype::I32, Dtype::I64].contains(&tensor.dtype());
-            whole && tensor.shape() == [batch, len] && !["tokens", "attention_mask", "mask"].contains(name)
+            whole
+                && tensor.shape() == [batch, len]
+                && !["tokens", "attention_mask", "mask", "prompt_len"].contains(name)
         });
         let unread = unread.map(|(name, _)| name.escape_default().to_string()).collect();
         Ok(Examples { tokens, all, temperature, unread, odd })
@@ -254,8 +286,6 @@ impl Examples {
 /// What logits are divided by: what was asked for, or what the file says that its texts were sampled at.
 fn temperature(options: LossOptions, sampled: Option<&str>) -> Result<f64> {
     let sampled = sampled.map(str::parse::<f64>).transpose().context("metadata `temperature`: it must be a number")?;
-    // Where the likeliest tokens were taken, log-probabilities are those at 1.
-    let at = |temperature: f64| if temperature == 0.0 { 1.0 } else { temperature };
     if let (Some(asked), Some(sampled)) = (options.temperature, sampled) {
         ensure!(
             at(asked) == at(sampled),
@@ -277,6 +307,20 @@ pub fn refusal(e: ModelError, path: &Path) -> anyhow::Error {
         ModelError::File { .. } | ModelError::Op(_) => e.into(),
         _ => anyhow::Error::new(e).context(path.display().to_string()),
     }
+}
+
+/// Lengths of prompts as a file has them: no token of one counts, for none was sampled.
+fn prompts(given: Vec<i32>, count: &[Vec<i32>]) -> Result<Vec<usize>> {
+    let of = |(b, (given, count)): (usize, (i32, &Vec<i32>))| {
+        let len = usize::try_from(given).ok().filter(|len| (1..=count.len()).contains(len));
+        let len = len.with_context(|| {
+            format!("tensor `prompt_len`: element [{b}] is {given}; the sequence has {}", count.len())
+        })?;
+        let counted = count[..len].iter().position(|c| *c == 1);
+        ensure!(counted.is_none(), "tensor `prompt_len`: element [{b}] is {len}, and `mask` counts a token before it");
+        Ok(len)
+    };
+    given.into_iter().zip(count).enumerate().map(of).collect()
 }
 
 /// The data of a tensor of this form.

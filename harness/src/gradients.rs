@@ -3,7 +3,7 @@
 use crate::checkpoints::{Checkpoints, Failure};
 use samebits_contract::case::Case;
 use samebits_contract::tensor::Tensor;
-use samebits_models::{Batch, GradientRun, Loss, ModelError, Precision, Probe};
+use samebits_models::{Batch, GradientRun, Loss, ModelError, Precision, Probe, Sampled};
 use samebits_ops::Cpu;
 use samebits_schema::Call;
 use std::collections::BTreeMap;
@@ -41,8 +41,8 @@ impl Checkpoints {
             },
             _ => Loss::Nll,
         };
-        let (temperature, groups) = (1.0, call.count("groups"));
-        let sequences = Batch { sequences: &tokens, count: &count, loss, temperature, groups };
+        let (sampled, groups) = (Sampled::At(1.0), call.count("groups"));
+        let sequences = Batch { sequences: &tokens, count: &count, loss, sampled, groups };
         let mut probe = self.probe_of_gradients(model.config());
         let probe = probe.as_mut().map(|probe| &mut **probe as &mut dyn Probe);
         let found = model.gradients(cpu, &sequences, &run_of(call)?, probe, |_| {})?;

@@ -13,7 +13,7 @@ use crate::decoder::{Decoder, Runner};
 use crate::layers::branch::{Place, Saved, Stream};
 use crate::layers::head::Logprobs;
 use crate::pass::Pass;
-use crate::sampling::{check_temperature, divisor};
+use crate::sampling::Sampled;
 use crate::state::States;
 use crate::step::{Rows, SequenceInput, Step, StepInputs};
 use crate::sums::{Partial, Sums, Tree, overflows};
@@ -37,8 +37,8 @@ pub struct Batch<'a> {
     pub count: &'a [Vec<i32>],
     /// What is made of the log-probabilities.
     pub loss: Loss<'a>,
-    /// What logits are divided by for log-probabilities and entropies: what texts were sampled at. 0 counts as 1.
-    pub temperature: f64,
+    /// What log-probabilities and entropies are those of: how the texts were sampled.
+    pub sampled: Sampled<'a>,
     /// How many groups the sequences are dealt to: a power of two.
     pub groups: usize,
 }
@@ -145,7 +145,7 @@ pub struct Gradients {
     pub loss: f32,
     /// What each sequence adds to it before it is divided.
     pub per_sequence: Vec<f32>,
-    /// The log-probability of each token of each sequence at the temperature of the batch, +0 for the first ones.
+    /// The log-probability of each token of each sequence as it was sampled, +0 for the first ones.
     pub logprob: Vec<Vec<f32>>,
 }
 
@@ -249,11 +249,11 @@ impl Batch<'_> {
 
     /// Refuses what cannot be run; the number of tokens that count.
     pub(crate) fn check(&self, config: &Config, cpu: &Cpu, run: &GradientRun) -> Result<f64, ModelError> {
-        let Batch { sequences, count, loss, temperature, groups } = *self;
+        let Batch { sequences, count, loss, sampled, groups } = *self;
         let bad = |what: &'static str, why: String| Err(ModelError::input(what, why));
         check_groups(groups, run.ranks)?;
-        check_temperature(temperature)?;
         check_sequences(config, sequences, run)?;
+        sampled.check(config, sequences)?;
         check_lengths("mask", sequences, count)?;
         for (b, count) in count.iter().enumerate() {
             if let Some(t) = count.iter().position(|c| ![0, 1].contains(c)) {
@@ -464,8 +464,11 @@ fn micro_batch(
 ) -> Result<(Vec<f32>, Vec<Vec<f32>>), ModelError> {
     let with_entropy = batch.loss.entropy() != 0.0;
     let (sequences, keeps) = (&batch.sequences[part.clone()], [true, with_entropy]);
-    let mut forward = forward(on, sequences, batch.temperature, run, &mut shown, keeps)?;
+    let sampled = batch.sampled.of(part.clone());
+    let mut forward = forward(on, sequences, sampled, run, &mut shown, keeps)?;
     let logprob = std::mem::take(&mut forward.logprob);
+    let counts = |b: usize, t: usize| batch.count[part.start + b][t] == 1;
+    check_drawn(sampled, part.start, &logprob, counts)?;
     let (mut per_sequence, dlogprob) = loss(on.cpu, batch, part.clone(), &logprob, denominator)?;
     if !run.allow_nonfinite {
         check_loss(batch, part.start, &logprob, &per_sequence, &dlogprob)?;
@@ -514,11 +517,33 @@ struct Entered {
     added_by: Option<(usize, Place)>,
 }
 
-/// Runs some sequences forward, to log-probabilities at a temperature; `keep`: a reverse pass will follow; `with_entropy`: and it will have their gradients.
+/// Refuses tokens that should have a probability and that their rules leave out: these did not sample them, or other weights did.
+fn check_drawn(
+    sampled: Sampled,
+    first: usize,
+    logprob: &[Vec<f32>],
+    counts: impl Fn(usize, usize) -> bool,
+) -> Result<(), ModelError> {
+    let Sampled::By(rules) = sampled else { return Ok(()) };
+    for (b, (ruled, logprob)) in rules.iter().zip(logprob).enumerate() {
+        let left_out = |t: &usize| logprob[*t] == f32::NEG_INFINITY && counts(b, *t);
+        if let Some(t) = (ruled.prompt..logprob.len()).find(left_out) {
+            let (b, settings) = (first + b, serde_json::Value::from(ruled.rule.json()));
+            let why = format!(
+                "{settings} leave out token {t} of sequence {b}, so it has no log-probability: other settings sampled it, or other \
+                 weights; give those, or do not count it"
+            );
+            return Err(ModelError::input("sampling", why));
+        }
+    }
+    Ok(())
+}
+
+/// Runs some sequences forward, to the log-probabilities of how they were sampled; `keep`: a reverse pass will follow; `with_entropy`: and it will have their gradients.
 fn forward(
     on: &Runner,
     sequences: &[Vec<i32>],
-    temperature: f64,
+    sampled: Sampled,
     run: &GradientRun,
     shown: &mut Shown,
     [keep, with_entropy]: [bool; 2],
@@ -554,7 +579,8 @@ fn forward(
     }
     stream.add(&mut pass)?;
     decoder.last_norm(&mut pass, &mut stream)?;
-    let mut of_rows = decoder.head.logprob(&mut pass, &stream.a, &targets, divisor(temperature), with_entropy)?;
+    let stretches = (on.cpu, sampled.stretches(c, sequences, &arranged.pieces)?);
+    let mut of_rows = decoder.head.logprob(&mut pass, &stream.a, &targets, stretches, with_entropy)?;
     pass.see("logprob", &mut of_rows.logprob)?;
     if let Some(entropy) = &mut of_rows.entropy {
         pass.see("entropy", entropy)?;
@@ -566,9 +592,12 @@ fn forward(
         sequences.map(|(&start, &length)| [&[0.0], &rows[start..start + length - 1]].concat()).collect()
     };
     let (logprob, entropy) = (by_token(&of_rows.logprob), of_rows.entropy.as_ref().map(by_token));
-    let bad = logprob.iter().position(|logprob| !all_finite(logprob));
+    // What a rule leaves out is -inf.
+    let is_ruled = matches!(sampled, Sampled::By(_));
+    let is_bad = |v: &f32| !v.is_finite() && !(is_ruled && *v == f32::NEG_INFINITY);
+    let bad = logprob.iter().position(|logprob| logprob.iter().any(is_bad));
     if let Some(number) = bad.filter(|_| !run.allow_nonfinite && !looks) {
-        return Err(why_not_finite(on, &sequences[number], temperature, first + number));
+        return Err(why_not_finite(on, &sequences[number], sampled.of(number..number + 1), first + number));
     }
     let tokens = given.iter().flat_map(|input| input.tokens).copied().collect();
     let (blocks, carried) = (arranged.blocks, pass.carried.take());
@@ -592,11 +621,12 @@ fn forward(
 }
 
 /// Why a log-probability of a sequence is not finite: runs its forward again, alone, and looks at all that is computed.
-fn why_not_finite(on: &Runner, sequence: &[i32], temperature: f64, number: usize) -> ModelError {
+fn why_not_finite(on: &Runner, sequence: &[i32], sampled: Sampled, number: usize) -> ModelError {
     let mut tripwire = Tripwire;
     let mut shown = Shown { probe: Some(&mut tripwire), first: number, looks: true };
     let (sequence, run) = ([sequence.to_vec()], GradientRun::default());
-    let found = forward(on, &sequence, temperature, &run, &mut shown, [false, false]);
+    let found = forward(on, &sequence, sampled, &run, &mut shown, [false, false]);
+    let temperature = sampled.temperature();
     let unseen = || {
         let (place, why) =
             ("log-probabilities".into(), "they are not, and all behind them is: a probe changed it".into());
@@ -723,17 +753,17 @@ impl Accumulator {
         Ok(Accumulator { sequences, groups, held, begun, done, sums, of_groups, ended, allow_nonfinite })
     }
 
-    /// Log-probabilities of the next sequences at a temperature, 0 for 1.
+    /// Log-probabilities of the next sequences, as they were sampled.
     ///
     /// # Errors
-    /// A temperature that logits cannot be divided by; a sequence without tokens, or more of them than there are; tokens outside the vocabulary; more tokens than the model
+    /// Settings out of their range, or that leave out a token behind a prompt; a sequence without tokens, or more of them than there are; tokens outside the vocabulary; more tokens than the model
     /// has positions; a micro-batch of 0; a model on a device; too little memory.
     pub fn forward(
         &mut self,
         model: &Model,
         cpu: &Cpu,
         sequences: &[Vec<i32>],
-        temperature: f64,
+        sampled: Sampled,
         run: &GradientRun,
     ) -> Result<Forward, ModelError> {
         let last = sequences_of_group(self.sequences, self.groups, self.held.end - 1).end;
@@ -749,8 +779,11 @@ impl Accumulator {
             of_groups.push(at..to);
             at = at.max(to);
         }
-        let parts = model.micro_batches(cpu, sequences, temperature, of_groups, run, true)?;
-        let logprob = parts.iter().flat_map(|part| part.logprob.iter().cloned()).collect();
+        let parts = model.micro_batches(cpu, sequences, sampled, of_groups, run, true)?;
+        let logprob: Vec<Vec<f32>> = parts.iter().flat_map(|part| part.logprob.iter().cloned()).collect();
+        if !run.allow_nonfinite {
+            check_drawn(sampled, self.begun, &logprob, |_, _| true)?;
+        }
         let forward = Forward { logprob, decoder: model.decoder.clone(), first: self.begun, parts };
         self.allow_nonfinite |= run.allow_nonfinite;
         self.begun += sequences.len();
@@ -821,8 +854,9 @@ impl Accumulator {
 }
 
 impl Model {
-    /// Log-probabilities at a temperature (0 for 1) of the tokens of some sequences by the forward of training, `run.micro_batch`
-    /// of them at a time: of each sequence that of each token, given those before it; +0 for the first ones.
+    /// Log-probabilities of the tokens of some sequences, as they were sampled, by the forward of training, `run.micro_batch`
+    /// of them at a time: of each sequence that of each token, given those before it; +0 for the first ones, and -inf for those
+    /// that a rule leaves out.
     ///
     /// # Errors
     /// As [`Accumulator::forward`].
@@ -830,11 +864,11 @@ impl Model {
         &self,
         cpu: &Cpu,
         sequences: &[Vec<i32>],
-        temperature: f64,
+        sampled: Sampled,
         run: &GradientRun,
     ) -> Result<Vec<Vec<f32>>, ModelError> {
         let all = std::iter::once(0..sequences.len());
-        let found = self.micro_batches(cpu, sequences, temperature, all, run, false)?;
+        let found = self.micro_batches(cpu, sequences, sampled, all, run, false)?;
         Ok(found.into_iter().flat_map(|part| part.logprob).collect())
     }
 
@@ -843,7 +877,7 @@ impl Model {
         &self,
         cpu: &Cpu,
         sequences: &[Vec<i32>],
-        temperature: f64,
+        sampled: Sampled,
         groups: impl IntoIterator<Item = Range<usize>>,
         run: &GradientRun,
         keep: bool,
@@ -852,11 +886,11 @@ impl Model {
             return Err(ModelError::input("device", "gradients are made on the processor; load the model there"));
         }
         let on = self.on(cpu);
-        check_temperature(temperature)?;
         check_sequences(on.config(), sequences, run)?;
+        sampled.check(on.config(), sequences)?;
         let run_part = |part: Range<usize>| {
             let mut shown = Shown { probe: None, first: part.start, looks: false };
-            forward(&on, &sequences[part], temperature, run, &mut shown, [keep, false])
+            forward(&on, &sequences[part.clone()], sampled.of(part), run, &mut shown, [keep, false])
         };
         groups.into_iter().flat_map(|group| run.parts(group)).map(run_part).collect()
     }
@@ -890,7 +924,7 @@ mod tests {
             let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
             let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
             let made = |groups: usize, run: GradientRun| {
-                let batch = Batch { sequences: &sequences, count: &count, loss, temperature: 0.7, groups };
+                let batch = Batch { sequences: &sequences, count: &count, loss, sampled: Sampled::At(0.7), groups };
                 let mut done = Vec::new();
                 let found = model.gradients(&cpu, &batch, &run, None, |sequences| done.push(sequences)).unwrap();
                 assert!(found.logprob.iter().map(Vec::len).eq(lengths) && found.per_sequence.len() == lengths.len());
@@ -932,11 +966,11 @@ mod tests {
             let sequences: Vec<Vec<i32>> = lengths.iter().map(|&n| of(n)).collect();
             let count: Vec<Vec<i32>> =
                 lengths.iter().map(|&n| (0..n).map(|t| i32::from(t % 3 > 0)).collect()).collect();
-            let temperature = 1.3;
-            let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, temperature, groups: 4 };
+            let sampled = Sampled::At(1.3);
+            let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, sampled, groups: 4 };
             let expected = model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap();
             let three = GradientRun { micro_batch: 3, ..GradientRun::default() };
-            let logprob = model.logprobs(&cpu, &sequences, temperature, &three);
+            let logprob = model.logprobs(&cpu, &sequences, sampled, &three);
             assert!(logprob.unwrap() == expected.logprob);
             let denominator = count.iter().flatten().sum::<i32>().into();
             for (ranks, part, recompute) in [(1, 8, true), (1, 3, false), (2, 1, false), (4, 2, false)] {
@@ -948,8 +982,7 @@ mod tests {
                     let last = batch.group((rank + 1) * 4 / ranks - 1).end;
                     for first in (first..last).step_by(part) {
                         let of_part = first..last.min(first + part);
-                        let forward =
-                            sums.forward(&model, &cpu, &sequences[of_part.clone()], temperature, &run).unwrap();
+                        let forward = sums.forward(&model, &cpu, &sequences[of_part.clone()], sampled, &run).unwrap();
                         assert!(forward.logprob == expected.logprob[of_part.clone()]);
                         let (_, dlogprob) = loss(&cpu, &batch, of_part, &forward.logprob, denominator).unwrap();
                         sums.reverse(&cpu, forward, &dlogprob).unwrap();
@@ -983,19 +1016,19 @@ mod tests {
         // The second of two ranks has the last two of four sequences.
         let rank = || Accumulator::new(Some(4), 2, 1, 2).unwrap();
         let too_many = "there are 3 after number 2; 4 were to come";
-        refused(rank().forward(&model, &cpu, &sequences, 1.0, &run).map(|_| ()), too_many);
+        refused(rank().forward(&model, &cpu, &sequences, Sampled::At(1.0), &run).map(|_| ()), too_many);
         let mut sums = rank();
-        let forward = sums.forward(&model, &cpu, &sequences[..1], 1.0, &run).unwrap();
+        let forward = sums.forward(&model, &cpu, &sequences[..1], Sampled::At(1.0), &run).unwrap();
         let too_many = "there are 2 after number 3; 4 were to come";
-        refused(sums.forward(&model, &cpu, &sequences[1..], 1.0, &run).map(|_| ()), too_many);
+        refused(sums.forward(&model, &cpu, &sequences[1..], Sampled::At(1.0), &run).map(|_| ()), too_many);
         sums.reverse(&cpu, forward, &zeros[..1]).unwrap();
         refused(sums.partial(&cpu).map(|_| ()), "3 of 4 have come");
         for sequences_of_batch in [Some(2), None] {
             let mut sums = Accumulator::new(sequences_of_batch, 1, 0, 1).unwrap();
-            sums.forward(&model, &cpu, &sequences[..2], 1.0, &run).unwrap();
+            sums.forward(&model, &cpu, &sequences[..2], Sampled::At(1.0), &run).unwrap();
             refused(sums.partial(&cpu).map(|_| ()), "0 of 2 have been gone back through");
             let mut sums = Accumulator::new(sequences_of_batch, 1, 0, 1).unwrap();
-            let forward = sums.forward(&model, &cpu, &sequences[..2], 1.0, &run).unwrap();
+            let forward = sums.forward(&model, &cpu, &sequences[..2], Sampled::At(1.0), &run).unwrap();
             sums.reverse(&cpu, forward, &zeros).unwrap();
             assert_eq!(sums.partial(&cpu).unwrap().finish(&cpu, &model).unwrap().len(), model.parameters().len());
         }
@@ -1006,7 +1039,8 @@ mod tests {
     fn packing_moves_no_bit() {
         let cpu = Cpu::best();
         let (sequences, count) = ([vec![1, 2, 3, 9], vec![4, 5]], [vec![0, 1, 1, 0], vec![0, 1]]);
-        let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, temperature: 1.0, groups: 1 };
+        let batch =
+            Batch { sequences: &sequences, count: &count, loss: Loss::Nll, sampled: Sampled::At(1.0), groups: 1 };
         for name in ["qwen3", "gemma2", "mixtral", "deepseek-v3"] {
             let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
             let [packed, rows] = [true, false].map(|packs| {
@@ -1041,7 +1075,7 @@ mod tests {
                 entropy: 0.0,
             };
             let (sequences, count) = ([vec![1, 2, 3], vec![4, 5, 6]], [vec![0, 1, 1], vec![0, 1, 1]]);
-            let batch = Batch { sequences: &sequences, count: &count, loss, temperature: 1.0, groups: 1 };
+            let batch = Batch { sequences: &sequences, count: &count, loss, sampled: Sampled::At(1.0), groups: 1 };
             model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap().per_sequence
         };
         assert_eq!(loss(0.25, 0.5), [-3.0, 1.5]);
@@ -1102,7 +1136,7 @@ mod tests {
         let padded = GradientRun { padding: Padding::Left(2), ..together };
         let all = ["dmlp_norm", "dattention_sum", "dattention", "dq", "dk", "dv", "dinput_norm"];
         for (name, loss) in [("gemma2", Loss::Nll), ("qwen3-moe", Loss::Nll), ("qwen3-moe", with_entropy)] {
-            let batch = Batch { sequences: &sequences, count: &count, loss, temperature: 1.0, groups: 1 };
+            let batch = Batch { sequences: &sequences, count: &count, loss, sampled: Sampled::At(1.0), groups: 1 };
             let cpu = Cpu::best();
             let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
             let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();

@@ -71,7 +71,7 @@ pub use gradients::{Accumulator, Batch, Forward, GradientRun, Gradients, Loss, P
 pub use model::{Model, Precision, folder_files};
 pub use rollout::{Event, Sample, Serving, Timing};
 pub use rotary::{RopeLength, Rotary, Scaling};
-pub use sampling::{Sampling, SamplingRule};
+pub use sampling::{Ruled, Sampled, Sampling, SamplingRule};
 pub use schedule::{Grouping, PAGE_SIZE, Run, Schedule};
 pub use state::PageOrder;
 pub use sums::Partial;

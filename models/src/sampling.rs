@@ -1,9 +1,13 @@
 //! What a request asks of its tokens, and what that makes of logits: docs/NUMERICS.md, section 6.
 
 use crate::{Config, Model, ModelError};
-use samebits_ops::{Cpu, Logprob, Penalties, Truncation, argmax, draw, logprob, penalize, random_halves, truncate};
+use samebits_ops::{
+    Attributes, Backend, Cpu, Logprob, Penalties, Tensor, Truncation, argmax, draw, logprob, penalize, random_halves,
+    truncate,
+};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// How a token comes from logits. What is not asked for changes no bit.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,6 +49,179 @@ impl Default for SamplingRule {
             allowed_tokens: None,
         }
     }
+}
+
+/// How tokens of a text behind its prompt were sampled.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ruled {
+    /// The settings.
+    pub rule: SamplingRule,
+    /// Tokens of the prompt, at least one.
+    pub prompt: usize,
+}
+
+/// What log-probabilities of sequences are those of.
+#[derive(Clone, Copy, Debug)]
+pub enum Sampled<'a> {
+    /// All tokens, with logits divided by a temperature; 0 counts as 1.
+    At(f64),
+    /// In each sequence of what its rule leaves; in its prompt of all tokens at the temperature of the rule.
+    By(&'a [Ruled]),
+}
+
+impl Sampled<'_> {
+    /// What logits of the first sequence are divided by.
+    pub(crate) fn temperature(&self) -> f64 {
+        match self {
+            Sampled::At(temperature) => divisor(*temperature),
+            Sampled::By(rules) => rules.first().map_or(1.0, |ruled| divisor(ruled.rule.temperature)),
+        }
+    }
+
+    /// Those of some of the sequences.
+    pub(crate) fn of(&self, part: Range<usize>) -> Sampled<'_> {
+        match self {
+            Sampled::At(temperature) => Sampled::At(*temperature),
+            Sampled::By(rules) => Sampled::By(&rules[part]),
+        }
+    }
+
+    /// Refuses what sequences cannot have been sampled by.
+    pub(crate) fn check(&self, c: &Config, sequences: &[Vec<i32>]) -> Result<(), ModelError> {
+        let rules = match self {
+            Sampled::At(temperature) => return check_temperature(*temperature),
+            Sampled::By(rules) => *rules,
+        };
+        if rules.len() != sequences.len() {
+            let why = format!("there are {} rules; give one for each of {} sequences", rules.len(), sequences.len());
+            return Err(ModelError::input("sampling", why));
+        }
+        let mut complaints: Vec<ModelError> = Vec::new();
+        for (b, (ruled, sequence)) in rules.iter().zip(sequences).enumerate() {
+            if ruled.prompt == 0 || ruled.prompt > sequence.len() {
+                let why = format!(
+                    "that of sequence {b} has {} of its {} tokens; give 1 to all",
+                    ruled.prompt,
+                    sequence.len()
+                );
+                complaints.push(ModelError::input("prompt", why));
+            }
+            // What is wrong with the settings of all is said once.
+            for complaint in ruled.rule.complaints(c) {
+                if !complaints.iter().any(|other| other.to_string() == complaint.to_string()) {
+                    complaints.push(complaint);
+                }
+            }
+        }
+        ModelError::all(complaints)
+    }
+
+    /// The rows of a forward over pieces, sequences by their numbers and their rows or padding, cut where log-probabilities begin
+    /// to be made in another way.
+    pub(crate) fn stretches(
+        &self,
+        c: &Config,
+        sequences: &[Vec<i32>],
+        pieces: &[(usize, usize)],
+    ) -> Result<Vec<Stretch>, ModelError> {
+        let rows = pieces.iter().map(|(_, length)| length).sum();
+        let rules = match self {
+            Sampled::At(t) => return Ok(vec![Stretch { rows: 0..rows, temperature: divisor(*t), text: None }]),
+            Sampled::By(rules) => rules,
+        };
+        let (mut found, mut first): (Vec<Stretch>, usize) = (Vec::new(), 0);
+        for &(label, length) in pieces {
+            // Padding is of no sequence.
+            let Some(Ruled { rule, prompt }) = rules.get(label) else {
+                found.push(Stretch { rows: first..first + length, temperature: 1.0, text: None });
+                first += length;
+                continue;
+            };
+            // A row is about the token behind it; of the last one there is none.
+            let (before, drawn) = (first + prompt - 1, first + length - 1);
+            let temperature = divisor(rule.temperature);
+            let plain = |rows: Range<usize>| Stretch { rows, temperature, text: None };
+            if rule.is_plain() {
+                found.push(plain(first..first + length));
+            } else {
+                let text = Text { rule: Checked::new(rule, c)?, tokens: sequences[label].clone(), prompt: *prompt };
+                found.push(plain(first..before));
+                found.push(Stretch { rows: before..drawn, temperature, text: Some(text) });
+                found.push(plain(drawn..first + length));
+            }
+            first += length;
+        }
+        found.retain(|stretch| !stretch.rows.is_empty());
+        Ok(found)
+    }
+}
+
+/// Rows of a forward, side by side, whose log-probabilities are made in one way.
+pub(crate) struct Stretch {
+    pub rows: Range<usize>,
+    /// What logits are divided by.
+    pub temperature: f64,
+    /// Where a rule leaves some of the tokens: the text whose places behind the prompt these rows are.
+    pub text: Option<Text>,
+}
+
+/// A prompt and what was sampled behind it by a rule.
+pub(crate) struct Text {
+    rule: Checked,
+    tokens: Vec<i32>,
+    prompt: usize,
+}
+
+impl Text {
+    /// Of the logits of some of the places behind the prompt, those that tokens are drawn from: over the temperature, and -inf
+    /// for what the rule leaves out.
+    pub fn truncated(&self, cpu: &Cpu, some: Range<usize>, logits: &Tensor) -> Result<Tensor, ModelError> {
+        let shape = logits.shape();
+        Ok(Tensor::new(self.places(some).truncated(cpu, shape[1], f32s(logits))?, shape)?)
+    }
+
+    /// From the gradient of what [`Text::truncated`] makes that of the logits it was made of.
+    pub fn truncated_backward(
+        &self,
+        cpu: &Cpu,
+        some: Range<usize>,
+        logits: &Tensor,
+        dy: &Tensor,
+    ) -> Result<Tensor, ModelError> {
+        let shape = dy.shape();
+        let mut dx = Tensor::new(vec![0f32; shape.iter().product()], shape)?;
+        let by = Attributes::new().with("factor", 1.0 / divisor(self.rule.rule.temperature));
+        cpu.call("scale", by, &[("x", dy.view())], vec![("y", dx.view_mut())])?;
+        let repetition = self.rule.rule.repetition_penalty as f32;
+        if repetition == 1.0 {
+            return Ok(dx);
+        }
+        // `penalize` multiplies what is below 0 and divides the rest, as it did the logits whose signs these sizes have here.
+        let mut signed = f32s(&dx).to_vec();
+        for (of_row, logits) in signed.chunks_mut(shape[1]).zip(f32s(logits).chunks(shape[1])) {
+            for (token, (d, z)) in of_row.iter_mut().zip(logits).enumerate() {
+                let z = self.rule.bias.as_ref().map_or(*z, |bias| z + bias[token]);
+                *d = if z < 0.0 { -d.abs() } else { d.abs() };
+            }
+        }
+        let places = self.places(some);
+        let by = [repetition, 0.0, 0.0].map(|all| vec![all; shape[0]]);
+        let sizes = places.penalised(cpu, shape[1], &signed, &by, None)?;
+        let of_both = sizes.iter().zip(f32s(&dx)).map(|(size, d)| size.copysign(*d));
+        Ok(Tensor::new(of_both.collect(), shape)?)
+    }
+
+    /// Some of the places behind the prompt.
+    fn places(&self, some: Range<usize>) -> Places<'_> {
+        let (prompt, output) = self.tokens.split_at(self.prompt);
+        let mut places = Places::default();
+        places.push(&self.rule, prompt, &output[..some.end - 1], some.start);
+        places
+    }
+}
+
+fn f32s(tensor: &Tensor) -> &[f32] {
+    tensor.as_slice().expect("it is f32, and on the host")
 }
 
 /// What is sampled.
@@ -344,20 +521,11 @@ impl<'a> Places<'a> {
         let (rows, mut y) = (self.rules.len(), vec![0f32; logits.len()]);
         let mut penalised = None;
         if self.rules.iter().any(|checked| checked.looks_back() || checked.bias.is_some()) {
-            let [repetition, frequency, presence] = [
+            let by = [
                 self.each(|rule| rule.repetition_penalty as f32),
                 self.each(|rule| rule.frequency_penalty as f32),
                 self.each(|rule| rule.presence_penalty as f32),
             ];
-            let by = Penalties {
-                tokens: &self.tokens,
-                begin: &self.begin,
-                prompt_end: &self.prompt_end,
-                end: &self.end,
-                repetition: &repetition[..],
-                frequency: &frequency,
-                presence: &presence,
-            };
             let mut biases = None;
             if self.rules.iter().any(|checked| checked.bias.is_some()) {
                 let biases = biases.insert(vec![-0f32; logits.len()]);
@@ -365,8 +533,7 @@ impl<'a> Places<'a> {
                     checked.bias.iter().for_each(|bias| to.copy_from_slice(bias));
                 }
             }
-            let z = penalised.insert(vec![0f32; logits.len()]);
-            penalize(cpu, vocab, logits, by, biases.as_deref(), z)?;
+            penalised = Some(self.penalised(cpu, vocab, logits, &by, biases.as_deref())?);
         }
         let greedy = |rule: &SamplingRule| rule.temperature == 0.0;
         let scale = self.each(|rule| (1.0 / divisor(rule.temperature)) as f32);
@@ -381,6 +548,22 @@ impl<'a> Places<'a> {
             Some(row) if y[row * vocab].is_nan() => Err(self.beyond(row, &logits[row * vocab..][..vocab])),
             Some(_) => Err(ModelError::input("sampling", "no token is left whose logit is finite in f32")),
         }
+    }
+
+    /// Logits with a repetition, a frequency and a presence penalty of each row, and biases.
+    fn penalised(
+        &self,
+        cpu: &Cpu,
+        vocab: usize,
+        logits: &[f32],
+        [repetition, frequency, presence]: &[Vec<f32>; 3],
+        biases: Option<&[f32]>,
+    ) -> Result<Vec<f32>, ModelError> {
+        let Places { tokens, begin, prompt_end, end, .. } = self;
+        let by = Penalties { tokens, begin, prompt_end, end, repetition: &repetition[..], frequency, presence };
+        let mut z = vec![0f32; logits.len()];
+        penalize(cpu, vocab, logits, by, biases, &mut z)?;
+        Ok(z)
     }
 
     /// Logits, over the temperature of a row or with its penalties, are beyond f32.

@@ -303,7 +303,7 @@ fn round(cpu: &Cpu, values: &Tensor, dtype: DType) -> Result<Tensor, ModelError>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Loss;
+    use crate::{Loss, Sampled};
     use samebits_ops::{AdamW, adamw, bf16, clip_factor, square_sum};
 
     type State = BTreeMap<String, [Tensor; 3]>;
@@ -316,7 +316,7 @@ mod tests {
     /// Six tokens in two groups.
     fn batch<T>(loss: Loss, then: impl FnOnce(&Batch) -> T) -> T {
         let (sequences, count) = ([vec![1, 2, 3, 4], vec![5, 6]], [vec![0, 1, 0, 1], vec![0, 1]]);
-        then(&Batch { sequences: &sequences, count: &count, loss, temperature: 1.0, groups: 2 })
+        then(&Batch { sequences: &sequences, count: &count, loss, sampled: Sampled::At(1.0), groups: 2 })
     }
 
     fn advance(trainer: &mut Trainer, cpu: &Cpu, loss: Loss) -> Result<StepReport, ModelError> {

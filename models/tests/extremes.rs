@@ -5,7 +5,8 @@
 use samebits_models::plan::{Activation, Branch, Heads, Layer};
 use samebits_models::{
     Accumulator, Audit, Batch, Config, Engine, Event, GradientRun, Grouping, Loss, Model, ModelError, Optimizer,
-    Padding, PageOrder, Partial, Precision, RopeLength, Run, Sampling, SamplingRule, Schedule, Serving, Trainer,
+    Padding, PageOrder, Partial, Precision, RopeLength, Run, Sampled, Sampling, SamplingRule, Schedule, Serving,
+    Trainer,
 };
 use samebits_ops::{Cpu, Tensor};
 use std::collections::BTreeMap;
@@ -66,7 +67,9 @@ fn what_overflowed_is_refused_by_name() {
     assert!(line(model.decode(&[-1]).map(drop)).starts_with("tokens: element 0 is -1"));
     for padding in [Padding::Left(usize::MAX), Padding::Right(1 << 40), Padding::Left(1 << 16)] {
         let run = GradientRun { padding, ..GradientRun::default() };
-        assert!(line(model.logprobs(&cpu, &[vec![1, 2]], 1.0, &run).map(drop)).starts_with("padding: is "));
+        assert!(
+            line(model.logprobs(&cpu, &[vec![1, 2]], Sampled::At(1.0), &run).map(drop)).starts_with("padding: is ")
+        );
     }
     // As many as are asked for are made one after the other, not kept room for.
     let sampling = Sampling { samples: usize::MAX, max_tokens: 1, ignore_eos: true, ..Sampling::default() };
@@ -115,7 +118,9 @@ fn runs_of_any_kind_end() {
                 .forward(&cpu, &texts.concat(), pick.of(&SIZES), pick.of(&SIZES), Schedule::Prefill, Grouping::Together)
                 .is_ok(),
             model.decode(&texts.concat()).is_ok(),
-            model.logprobs(&cpu, &texts, pick.of(&[1.0, 1.0, 0.7, 0.0, t]), &gradient_run(&mut pick)).is_ok(),
+            model
+                .logprobs(&cpu, &texts, Sampled::At(pick.of(&[1.0, 1.0, 0.7, 0.0, t])), &gradient_run(&mut pick))
+                .is_ok(),
         ];
         found.into_iter().for_each(|ok| answers[usize::from(ok)] += 1);
     }
@@ -215,7 +220,7 @@ fn gradients_of_any_kind_end() {
             sequences: &sequences,
             count: &count,
             loss,
-            temperature: if plain { 1.0 } else { pick.of(&FLOATS) },
+            sampled: Sampled::At(if plain { 1.0 } else { pick.of(&FLOATS) }),
             groups: if plain { 1 } else { pick.of(&[1, 1, 2, 0, 3, usize::MAX]) },
         };
         let run = if plain {
@@ -229,7 +234,7 @@ fn gradients_of_any_kind_end() {
         let Ok(mut sums) = Accumulator::new(sequences, groups, pick.of(&SIZES), pick.of(&SIZES)) else { continue };
         let texts = [pick.tokens(), pick.tokens()];
         let t = pick.of(&[1.0, 0.7, f64::NAN, 1e-39]);
-        if let Ok(forward) = sums.forward(&model, &cpu, &texts, t, &gradient_run(&mut pick)) {
+        if let Ok(forward) = sums.forward(&model, &cpu, &texts, Sampled::At(t), &gradient_run(&mut pick)) {
             let gradients: Vec<Vec<f32>> = texts.iter().map(|s| pick.floats(s.len() + usize::from(odd))).collect();
             drop(sums.reverse(&cpu, forward, &gradients));
         }
@@ -259,7 +264,8 @@ fn steps_of_any_kind_end() {
         let [lr, beta1, beta2, eps, weight_decay, max_norm] = [(); 6].map(|()| pick.of(&FLOATS));
         let optimizer = Optimizer { lr, beta1, beta2, eps, weight_decay, max_norm };
         let (sequences, count) = ([vec![1, 2, 3]], [vec![0, 1, 1]]);
-        let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, temperature: 1.0, groups: 1 };
+        let batch =
+            Batch { sequences: &sequences, count: &count, loss: Loss::Nll, sampled: Sampled::At(1.0), groups: 1 };
         drop(trainer.check(&cpu, &batch, &gradient_run(&mut pick), &optimizer));
         drop(trainer.advance(&cpu, &batch, &gradient_run(&mut pick), &optimizer, |_| ()));
     }

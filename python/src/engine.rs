@@ -22,7 +22,7 @@ fn ended(sample: Sample) -> Ended {
 }
 
 /// Settings from their JSON.
-fn object(settings: &str) -> PyResult<serde_json::Map<String, serde_json::Value>> {
+pub fn object(settings: &str) -> PyResult<serde_json::Map<String, serde_json::Value>> {
     serde_json::from_str(settings).map_err(|e| PyValueError::new_err(format!("settings: {e}")))
 }
 

@@ -3,6 +3,7 @@
 use crate::call::{exception, panicked, refusal_of, tensor};
 use crate::cpu;
 use crate::dlpack::View;
+use crate::engine::object;
 use crate::library::Library;
 use crate::tensor::{Storage, Tensor};
 use pyo3::exceptions::{PyMemoryError, PyOSError, PyRuntimeError, PyValueError};
@@ -10,12 +11,45 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use samebits_contract::atomic_write::AtomicFile;
 use samebits_contract::wire::write_tensors;
-use samebits_models::{Config, GradientRun, ModelError, Partial, Precision, Run};
+use samebits_models::{Config, GradientRun, ModelError, Partial, Precision, Ruled, Run, Sampled, SamplingRule};
 use samebits_ops::{Cpu, DType, TensorRef, bf16, f16};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+
+/// What log-probabilities are those of: all tokens at a temperature; or for each sequence its settings as JSON, and how many of its
+/// tokens are the prompt.
+enum Drawn {
+    At(f64),
+    By(Vec<Ruled>),
+}
+
+impl Drawn {
+    fn sampled(&self) -> Sampled<'_> {
+        match self {
+            Drawn::At(temperature) => Sampled::At(*temperature),
+            Drawn::By(rules) => Sampled::By(rules),
+        }
+    }
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Drawn {
+    type Error = PyErr;
+
+    fn extract(given: Borrowed<'a, 'py, PyAny>) -> PyResult<Drawn> {
+        if let Ok(temperature) = given.extract::<f64>() {
+            return Ok(Drawn::At(temperature));
+        }
+        let each = given.extract::<Vec<(String, usize)>>()?;
+        let ruled = |(settings, prompt): (String, usize)| {
+            let mut rule = SamplingRule::default();
+            rule.read(&object(&settings)?).map_err(refused)?;
+            Ok(Ruled { rule, prompt })
+        };
+        each.into_iter().map(ruled).collect::<PyResult<Vec<_>>>().map(Drawn::By)
+    }
+}
 
 /// An error of the models as an exception with the same line.
 pub fn refused(error: ModelError) -> PyErr {
@@ -244,19 +278,19 @@ impl Model {
         locked(py, "model", &self.0, |held, _| Ok(held.model.constants().cloned().collect()))
     }
 
-    /// `[sequences, longest]`: the log-probability of each token at a temperature, given those before it; 0 for the first ones
-    /// and behind a sequence.
+    /// `[sequences, longest]`: the log-probability of each token, given those before it, of how `drawn` says that it was sampled;
+    /// 0 for the first ones and behind a sequence.
     fn logprobs(
         &self,
         py: Python<'_>,
         sequences: Vec<Vec<i32>>,
-        temperature: f64,
+        drawn: Drawn,
         micro_batch: usize,
         allow_nonfinite: bool,
     ) -> PyResult<Tensor> {
         let run = GradientRun { micro_batch, allow_nonfinite, ..GradientRun::default() };
         let found = locked(py, "logprob", &self.0, |held, cpu| {
-            let found = held.model.logprobs(cpu, &sequences, temperature, &run)?;
+            let found = held.model.logprobs(cpu, &sequences, drawn.sampled(), &run)?;
             rectangle(&found.iter().map(|row| &row[..]).collect::<Vec<_>>(), None)
         });
         Ok(lent(found?))
@@ -333,7 +367,7 @@ impl Accumulator {
         py: Python<'_>,
         model: &Model,
         sequences: Vec<Vec<i32>>,
-        temperature: f64,
+        drawn: Drawn,
         micro_batch: usize,
         recompute: bool,
         allow_nonfinite: bool,
@@ -342,7 +376,7 @@ impl Accumulator {
         let (forward, logprob) = locked(py, "logprob", &self.0, |sums, cpu| {
             let sums = sums.as_mut().ok_or_else(|| gone(READ))?;
             let held = model.0.lock().unwrap_or_else(|e| e.into_inner());
-            let forward = sums.forward(&held.model, cpu, &sequences, temperature, &run)?;
+            let forward = sums.forward(&held.model, cpu, &sequences, drawn.sampled(), &run)?;
             let logprob = rectangle(&forward.logprob.iter().map(|row| &row[..]).collect::<Vec<_>>(), None)?;
             Ok((forward, logprob))
         })?;

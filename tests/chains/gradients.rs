@@ -5,7 +5,7 @@ use super::{checkpoint, load, samebits};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use samebits_harness::dump::{Reader, Writer, compare};
-use samebits_models::{Batch, GradientRun, Gradients, Loss, Model, ModelError, Padding, Probe, Seen};
+use samebits_models::{Batch, GradientRun, Gradients, Loss, Model, ModelError, Padding, Probe, Sampled, Seen};
 use samebits_ops::Cpu;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -183,7 +183,7 @@ fn shown(model: &Model, run: &GradientRun, clip: Option<f64>, probe: &mut dyn Pr
     let policy =
         clip.map(|low| Loss::Policy { advantages: &[1.0; 4], old_logprob: &old, low, high: 0.2, entropy: 0.0 });
     let loss = policy.unwrap_or(Loss::Nll);
-    let batch = Batch { sequences: &sequences, count: &count, loss, temperature: 1.0, groups: 1 };
+    let batch = Batch { sequences: &sequences, count: &count, loss, sampled: Sampled::At(1.0), groups: 1 };
     model.gradients(&Cpu::best(), &batch, run, Some(probe), |_| {})
 }
 

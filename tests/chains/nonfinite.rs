@@ -4,7 +4,7 @@ use super::{checkpoint, samebits, write_tokens};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use samebits_models::{Accumulator, Batch, GradientRun};
-use samebits_models::{Engine, Loss, Model, ModelError, Precision, Sampling, SamplingRule, Serving};
+use samebits_models::{Engine, Loss, Model, ModelError, Precision, Sampled, Sampling, SamplingRule, Serving};
 use samebits_ops::{Cpu, bf16};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -199,20 +199,20 @@ fn the_library_refuses_what_is_not_finite() {
         e => panic!("{e}"),
     };
     let (run, allowed) = (GradientRun::default(), GradientRun { allow_nonfinite: true, ..GradientRun::default() });
-    assert_eq!(refused(model().logprobs(&cpu, &sequences, 1.0, &run).map(drop)), (0, 0));
-    let made = model().logprobs(&cpu, &sequences, 1.0, &allowed).unwrap();
+    assert_eq!(refused(model().logprobs(&cpu, &sequences, Sampled::At(1.0), &run).map(drop)), (0, 0));
+    let made = model().logprobs(&cpu, &sequences, Sampled::At(1.0), &allowed).unwrap();
     assert!(made.iter().flatten().any(|v| !v.is_finite()));
     assert_eq!(
         refused(model().score(&cpu, &[(&[1], &[2], &SamplingRule::default())], Default::default()).map(drop)),
         (0, 0)
     );
     let mut sums = Accumulator::new(None, 1, 0, 1).unwrap();
-    assert_eq!(refused(sums.forward(&model(), &cpu, &sequences, 1.0, &run).map(drop)), (0, 0));
-    let forward = sums.forward(&model(), &cpu, &sequences, 1.0, &allowed).unwrap();
+    assert_eq!(refused(sums.forward(&model(), &cpu, &sequences, Sampled::At(1.0), &run).map(drop)), (0, 0));
+    let forward = sums.forward(&model(), &cpu, &sequences, Sampled::At(1.0), &allowed).unwrap();
     sums.reverse(&cpu, forward, &[vec![1.0; 3], vec![1.0; 2]]).unwrap();
     assert!(sums.partial(&cpu).is_ok(), "asked for");
     let count = [vec![0, 1, 1], vec![0, 1]];
-    let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, temperature: 1.0, groups: 1 };
+    let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, sampled: Sampled::At(1.0), groups: 1 };
     assert_eq!(refused(model().gradients(&cpu, &batch, &run, None, |_| ()).map(drop)), (0, 0));
     // An engine ends what is on its way.
     let mut engine = Engine::new(model(), &Serving::default(), &cpu).unwrap();
@@ -225,7 +225,7 @@ fn the_library_refuses_what_is_not_finite() {
     let model = Model::load(&checkpoint("llama"), Precision::Bf16, &cpu).unwrap();
     let of = |slope: f32| {
         let mut sums = Accumulator::new(None, 1, 0, 1).unwrap();
-        let forward = sums.forward(&model, &cpu, &sequences, 1.0, &run).unwrap();
+        let forward = sums.forward(&model, &cpu, &sequences, Sampled::At(1.0), &run).unwrap();
         sums.reverse(&cpu, forward, &[vec![slope; 3], vec![slope; 2]]).unwrap();
         sums.partial(&cpu).map(drop)
     };

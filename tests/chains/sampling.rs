@@ -4,10 +4,14 @@
 use super::{SERVINGS, checkpoint, load, prompts, samebits};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
-use samebits_models::{Engine, PageOrder, Run, Sample, Sampling, SamplingRule, Schedule, Serving, Stop};
+use samebits_models::{
+    Batch, Engine, GradientRun, Loss, Model, Padding, PageOrder, Ruled, Run, Sample, Sampled, Sampling, SamplingRule,
+    Schedule, Serving, Stop,
+};
 use samebits_ops::{Cpu, Isa};
 use serde_json::{Value, json};
 use std::collections::HashMap;
+use std::path::Path;
 
 fn rules() -> Vec<SamplingRule> {
     let plain = SamplingRule::at(0.8);
@@ -71,6 +75,7 @@ fn texts_that_are_sampled_in_different_ways_are_scored_the_same() {
             assert!(sample.tokens.iter().all(|token| allowed(token) && !rule.banned_tokens.contains(token)));
             assert!(sample.logprobs.iter().all(|p| p.is_finite() && *p <= 0.0));
         }
+        training_finds_them_again(&model, &each, &expected);
         // By another rule they are others, and what could not be sampled has no probability.
         let plain = SamplingRule::at(0.8);
         let other: Vec<_> = texts.iter().map(|(prompt, tokens, _)| (*prompt, *tokens, &plain)).collect();
@@ -80,6 +85,62 @@ fn texts_that_are_sampled_in_different_ways_are_scored_the_same() {
         let none = model.score(&Cpu::best(), &[(&[3], &[0, 4], &narrow)], Run::default()).unwrap();
         assert_eq!(none[0], [0.0, f32::NEG_INFINITY]);
     }
+}
+
+/// Forwards of training find the bits of what was sampled, whatever their rows; gradients are those of the same rows in any
+/// micro-batch, and a rule that leaves all tokens has those of none.
+fn training_finds_them_again(model: &Model, each: &[(Vec<i32>, Sampling)], samples: &[Sample]) {
+    let cpu = Cpu::best();
+    let sequences: Vec<Vec<i32>> = samples.iter().map(|s| [&each[s.prompt].0[..], &s.tokens].concat()).collect();
+    let ruled = |s: &Sample| Ruled { rule: each[s.prompt].1.rule.clone(), prompt: each[s.prompt].0.len() };
+    let rules: Vec<Ruled> = samples.iter().map(ruled).collect();
+    let sampled = Sampled::By(&rules);
+    let old: Vec<Vec<f32>> =
+        samples.iter().zip(&rules).map(|(s, r)| [&vec![0.0; r.prompt][..], &s.logprobs].concat()).collect();
+    let counts = |(r, s): (&Ruled, &Vec<i32>)| (0..s.len()).map(|t| i32::from(t >= r.prompt)).collect();
+    let count: Vec<Vec<i32>> = rules.iter().zip(&sequences).map(counts).collect();
+    let advantages: Vec<f32> = (0..samples.len()).map(|b| b as f32 / 4.0 - 1.5).collect();
+    for entropy in [0.0, 0.5] {
+        let loss = Loss::Policy { advantages: &advantages, old_logprob: &old, low: 0.2, high: 0.2, entropy };
+        let made = |sampled, run: GradientRun| {
+            let batch = Batch { sequences: &sequences, count: &count, loss, sampled, groups: 1 };
+            let found = model.gradients(&cpu, &batch, &run, None, |_| ()).unwrap();
+            let parameters = found.parameters.values().flat_map(|t| t.as_slice::<f32>().unwrap());
+            (parameters.map(|v| v.to_bits()).collect::<Vec<_>>(), found.logprob)
+        };
+        let run = GradientRun { micro_batch: 5, ..GradientRun::default() };
+        let (expected, logprob) = made(sampled, run);
+        for (b, (sample, logprob)) in samples.iter().zip(&logprob).enumerate() {
+            assert_eq!(bits(&sample.logprobs), bits(&logprob[rules[b].prompt..]), "sequence {b}");
+        }
+        for run in [
+            GradientRun::default(),
+            GradientRun { micro_batch: 16, padding: Padding::Left(3), recompute: true, ..run },
+            GradientRun { micro_batch: 7, padding: Padding::Right(2), pack: true, ..run },
+        ] {
+            assert!(made(sampled, run) == (expected.clone(), logprob.clone()), "{run:?}");
+        }
+        // All are left by a top_k as large as the vocabulary: two ways to the same bits.
+        let all = |top_k| {
+            let rule = SamplingRule { top_k, ..SamplingRule::at(0.8) };
+            rules.iter().map(|ruled| Ruled { rule: rule.clone(), ..*ruled }).collect::<Vec<_>>()
+        };
+        let (whole, plain) = (all(model.config().vocab), all(0));
+        let at = made(Sampled::At(0.8), run);
+        for (what, rules) in [("whole", &whole), ("plain", &plain)] {
+            let found = made(Sampled::By(rules), run);
+            assert!(found.1 == at.1, "{what}");
+            assert!(found.0 == at.0, "{what}");
+        }
+        assert!(at.0 != expected);
+    }
+    // What they are not of is refused by its place.
+    let narrow: Vec<Ruled> =
+        rules.iter().map(|r| Ruled { rule: SamplingRule { top_k: 1, ..r.rule.clone() }, ..*r }).collect();
+    let loss = Loss::Policy { advantages: &advantages, old_logprob: &old, low: 0.2, high: 0.2, entropy: 0.0 };
+    let batch = Batch { sequences: &sequences, count: &count, loss, sampled: Sampled::By(&narrow), groups: 1 };
+    let line = model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).err().unwrap().to_string();
+    assert!(line.contains("\"top_k\":1") && line.contains("leave out token "), "{line}");
 }
 
 #[test]
@@ -146,7 +207,7 @@ fn settings_out_of_their_range_are_refused_by_name() {
     }
 }
 
-/// Prompts with settings of their own, from a file to the rollout and to its scores; gradients of such texts are refused.
+/// Prompts with settings of their own, from a file to the rollout, to its scores and to gradients.
 #[test]
 fn a_file_of_prompts_says_how_each_is_sampled() {
     let dir = tempfile::tempdir().unwrap();
@@ -204,13 +265,75 @@ fn a_file_of_prompts_says_how_each_is_sampled() {
     let line = String::from_utf8_lossy(&refused.stderr).into_owned();
     let all = ["prompts.jsonl:1: top_p: is 2", "prompts.jsonl:2: min_p: is \"low\""];
     assert!(refused.status.code() == Some(2) && all.iter().all(|says| line.contains(says)), "{line}");
-    for (name, value) in [("sampling", "{\"temperature\": 1, \"top_k\": 5}"), ("top_p", "0.9")] {
-        let data: Vec<u8> = [3i32, 4, 5].iter().flat_map(|v| v.to_le_bytes()).collect();
-        let tokens = TensorView::new(Dtype::I32, vec![1, 3], &data).unwrap();
-        let metadata = HashMap::from([(name.to_string(), value.to_string())]);
-        std::fs::write(at("tokens"), safetensors::serialize([("tokens", tokens)], Some(metadata)).unwrap()).unwrap();
-        let refused = samebits(&["grad", "--model", folder, "--tokens", &at("tokens"), "--out", &at("gradient")]);
-        let line = String::from_utf8_lossy(&refused.stderr).into_owned();
-        assert!(refused.status.code() == Some(2) && line.contains("were sampled with `top_"), "{line}");
+    gradients_of_a_file(folder, dir.path(), &found);
+}
+
+/// Texts of a rollout with their settings, in a file to train on.
+fn gradients_of_a_file(folder: &str, dir: &Path, rollout: &str) {
+    let at = |name: &str| dir.join(name).to_str().unwrap().to_string();
+    let texts: Vec<Value> = rollout.lines().skip(1).map(|line| serde_json::from_str(line).unwrap()).collect();
+    let list = |text: &Value, name: &str| text[name].as_array().unwrap().clone();
+    let lengths = texts.iter().map(|text| list(text, "prompt_tokens").len() + list(text, "tokens").len());
+    let len = lengths.clone().max().unwrap();
+    let (mut tokens, mut padding, mut mask, mut old) = (vec![], vec![], vec![], vec![]);
+    for (text, length) in texts.iter().zip(lengths) {
+        let (prompt, sampled, logprobs) = (list(text, "prompt_tokens"), list(text, "tokens"), list(text, "logprobs"));
+        let padded = |values: Vec<i32>| (0..len).map(move |i| values.get(i).copied().unwrap_or(0));
+        let of = |value: &Value| value.as_i64().unwrap() as i32;
+        tokens.extend(padded(prompt.iter().chain(&sampled).map(of).collect()));
+        padding.extend(padded(vec![1; length]));
+        mask.extend(padded((0..length).map(|t| i32::from(t >= prompt.len())).collect()));
+        let logprobs: Vec<f32> = logprobs.iter().map(|p| p.as_f64().unwrap() as f32).collect();
+        let zeros = vec![0f32; prompt.len()];
+        let all = [&zeros[..], &logprobs].concat();
+        old.extend((0..len).map(|i| all.get(i).copied().unwrap_or(0.0)));
     }
+    let words = |values: &[i32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+    let floats = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+    let shape = vec![texts.len(), len];
+    let data = [words(&tokens), words(&padding), words(&mask), floats(&old), floats(&vec![1.0; texts.len()])];
+    let names =
+        [("tokens", Dtype::I32), ("attention_mask", Dtype::I32), ("mask", Dtype::I32), ("old_logprob", Dtype::F32)];
+    let write = |sampling: &Value, prompt_len: Option<i32>| {
+        let mut tensors: Vec<_> = names
+            .iter()
+            .zip(&data)
+            .map(|((name, dtype), data)| (*name, TensorView::new(*dtype, shape.clone(), data).unwrap()))
+            .collect();
+        tensors.push(("advantages", TensorView::new(Dtype::F32, vec![texts.len()], &data[4]).unwrap()));
+        let lengths = words(&vec![prompt_len.unwrap_or(0); texts.len()]);
+        if prompt_len.is_some() {
+            tensors.push(("prompt_len", TensorView::new(Dtype::I32, vec![texts.len()], &lengths).unwrap()));
+        }
+        let metadata = HashMap::from([("sampling".to_string(), sampling.to_string())]);
+        std::fs::write(at("tokens"), safetensors::serialize(tensors, Some(metadata)).unwrap()).unwrap();
+    };
+    let grad = || {
+        let how = ["grad", "--model", folder, "--tokens", &at("tokens"), "--out", &at("gradient"), "--loss", "policy"];
+        samebits(&how)
+    };
+    let settings: Value = texts.iter().map(|text| text["sampling"].clone()).collect();
+    write(&settings, None);
+    let made = grad();
+    assert!(made.status.success() && made.stderr.is_empty(), "{made:?}");
+    // On policy: every ratio is 1, and what was sampled is found again to the bit.
+    let bytes = std::fs::read(at("gradient")).unwrap();
+    let found = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(found.tensor("loss").unwrap().data(), (-1f32).to_le_bytes());
+    for ((found, old), mask) in found.tensor("logprob").unwrap().data().chunks(4).zip(data[3].chunks(4)).zip(&mask) {
+        assert!(*mask == 0 || found == old);
+    }
+    let refused = |sampling: &Value, prompt_len: Option<i32>, says: &str| {
+        write(sampling, prompt_len);
+        let refused = grad();
+        let line = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(refused.status.code() == Some(2) && line.contains(says), "{says}: {line}");
+    };
+    refused(&json!({"allowed_tokens": [0]}), None, "\"allowed_tokens\":[0]}");
+    refused(&json!({"typical_p": 0.5}), None, "`typical_p` is no setting");
+    refused(&json!([{}]), None, "has 1 settings for 3 sequences");
+    refused(&json!("hot"), None, "an object of settings, or a list");
+    refused(&json!({"top_p": 7}), None, "top_p: is 7");
+    refused(&settings, Some(0), "tensor `prompt_len`: element [0] is 0");
+    refused(&settings, Some(3), "`mask` counts a token before it");
 }

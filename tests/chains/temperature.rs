@@ -5,7 +5,7 @@ use super::{checkpoint, load, rollout, samebits};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use samebits_models::{
-    Batch, GradientRun, Gradients, Loss, Model, Precision, RopeLength, Sampling, SamplingRule, Serving,
+    Batch, GradientRun, Gradients, Loss, Model, Precision, RopeLength, Sampled, Sampling, SamplingRule, Serving,
 };
 use samebits_ops::{Cpu, Tensor};
 use std::collections::HashMap;
@@ -36,16 +36,16 @@ fn a_rollout_is_on_policy_at_its_own_temperature_alone() {
             let of = |prompt: usize, tokens: &[i32]| [&prompts[prompt][..], tokens].concat();
             let sequences: Vec<Vec<i32>> = samples.iter().map(|s| of(s.prompt, &s.tokens)).collect();
             let run = GradientRun { micro_batch: 3, ..GradientRun::default() };
-            let trained = model.logprobs(&cpu, &sequences, temperature, &run).unwrap();
+            let trained = model.logprobs(&cpu, &sequences, Sampled::At(temperature), &run).unwrap();
             let sampled = |b: usize| prompts[samples[b].prompt].len()..sequences[b].len();
             for (b, sample) in samples.iter().enumerate() {
                 assert_eq!(bits(&trained[b][sampled(b)]), bits(&sample.logprobs), "{name} at {temperature}");
             }
-            let other = model.logprobs(&cpu, &sequences, 1.25, &run).unwrap();
+            let other = model.logprobs(&cpu, &sequences, Sampled::At(1.25), &run).unwrap();
             assert!(other != trained, "{name}: the temperature is seen");
             // The likeliest tokens have the log-probabilities of 1.
             let same = if temperature == 0.0 { 1.0 } else { temperature };
-            assert!(model.logprobs(&cpu, &sequences, same, &run).unwrap() == trained);
+            assert!(model.logprobs(&cpu, &sequences, Sampled::At(same), &run).unwrap() == trained);
             let count: Vec<Vec<i32>> = (0..sequences.len())
                 .map(|b| (0..sequences[b].len()).map(|t| i32::from(sampled(b).contains(&t))).collect())
                 .collect();
@@ -53,14 +53,18 @@ fn a_rollout_is_on_policy_at_its_own_temperature_alone() {
             let loss =
                 Loss::Policy { advantages: &advantages, old_logprob: &trained, low: 0.2, high: 0.2, entropy: 0.0 };
             let of_loss = |temperature: f64| {
-                let batch = Batch { sequences: &sequences, count: &count, loss, temperature, groups: 1 };
+                let batch =
+                    Batch { sequences: &sequences, count: &count, loss, sampled: Sampled::At(temperature), groups: 1 };
                 model.gradients(&cpu, &batch, &run, None, |_| ()).unwrap().loss
             };
             assert_eq!(of_loss(temperature), -1.0, "{name} at {temperature}");
             assert!(of_loss(1.25) != -1.0);
         }
         for wrong in [-1.0, f64::NAN, f64::INFINITY, 1e-46] {
-            let error = model.logprobs(&cpu, &[vec![1, 2]], wrong, &GradientRun::default()).unwrap_err().to_string();
+            let error = model
+                .logprobs(&cpu, &[vec![1, 2]], Sampled::At(wrong), &GradientRun::default())
+                .unwrap_err()
+                .to_string();
             assert!(error.starts_with("temperature: is "), "{error}");
         }
     }
@@ -82,7 +86,8 @@ fn gradients_are_those_of_a_smaller_head() {
             let loss = Loss::Policy { advantages: &[1.0, -0.5], old_logprob: &old, low: 0.9, high: 9.0, entropy };
             let made = |folder: &Path, temperature: f64| -> Gradients {
                 let model = Model::load(folder, Precision::Bf16, &cpu).unwrap();
-                let batch = Batch { sequences: &sequences, count: &count, loss, temperature, groups: 1 };
+                let batch =
+                    Batch { sequences: &sequences, count: &count, loss, sampled: Sampled::At(temperature), groups: 1 };
                 model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap()
             };
             let (a, b) = (made(&plain, temperature), made(&smaller, 1.0));

@@ -126,8 +126,9 @@ pub struct Tokens {
     pub rope_length: Option<usize>,
     /// What it says of the `temperature` and the `dtype` that they were sampled at and in.
     pub sampled: [Option<String>; 2],
-    /// What else it says of how they were sampled, as `sampling` or by the names of settings.
+    /// What else it says of how they were sampled, as `sampling` or by the names of settings; and of each of them alone.
     pub settings: Map<String, Value>,
+    pub settings_of_each: Option<Vec<Map<String, Value>>>,
 }
 
 impl Tokens {
@@ -149,9 +150,22 @@ impl Tokens {
         let rope_length = field("rope_length").map(|text| text.parse());
         let rope_length = rope_length.transpose().context("metadata `rope_length`: it must be a whole number")?;
         let sampled = ["temperature", "dtype"].map(|name| field(name).cloned());
-        let mut settings = Map::new();
+        let (mut settings, mut settings_of_each) = (Map::new(), None);
         if let Some(text) = field("sampling") {
-            settings = serde_json::from_str(text).context("metadata `sampling`: it must be an object of settings")?;
+            let form = "metadata `sampling`: it must be an object of settings, or a list of one for each sequence";
+            match serde_json::from_str(text).context(form)? {
+                Value::Object(object) => settings = object,
+                list @ Value::Array(_) => {
+                    settings_of_each = Some(serde_json::from_value::<Vec<_>>(list).context(form)?)
+                }
+                _ => bail!(form),
+            }
+            let each = settings_of_each.iter().flatten().chain([&settings]);
+            let unknown = each.flat_map(Map::keys).find(|name| !SamplingRule::FIELDS.contains(&name.as_str()));
+            if let Some(name) = unknown {
+                let all = SamplingRule::FIELDS.join(", ");
+                bail!("metadata `sampling`: `{name}` is no setting of this version; use {all}");
+            }
         }
         for name in SamplingRule::FIELDS.iter().filter(|name| **name != "temperature") {
             let value = field(name).map(|text| serde_json::from_str(text).unwrap_or_else(|_| text.clone().into()));
@@ -184,6 +198,9 @@ impl Tokens {
                 Some(mask)
             }
         };
+        if let Some(each) = &settings_of_each {
+            ensure!(each.len() == batch, "metadata `sampling`: has {} settings for {batch} sequences", each.len());
+        }
         Ok(Tokens {
             tokens: words(tensor.data(), i32::from_le_bytes),
             mask,
@@ -192,6 +209,7 @@ impl Tokens {
             rope_length,
             sampled,
             settings,
+            settings_of_each,
         })
     }
 

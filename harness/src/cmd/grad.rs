@@ -136,11 +136,12 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     tensors.insert("loss".into(), Tensor::fp32(&[1], vec![found.loss]));
     tensors.insert("per_sequence".into(), Tensor::fp32(&[batch], found.per_sequence));
     tensors.insert("logprob".into(), Tensor::fp32(&[batch, len], logprob));
-    let metadata = BTreeMap::from([
+    let mut metadata = BTreeMap::from([
         ("rope_length".into(), model.config().longest().to_string()),
         ("temperature".into(), examples.temperature.to_string()),
         ("dtype".into(), args.dtype.name().into()),
     ]);
+    metadata.extend(examples.all.sampling().map(|sampling| ("sampling".into(), sampling)));
     atomic_write::write(&args.out, &File { tensors, metadata }.encode()).with_context(out)?;
     Ok(ExitCode::SUCCESS)
 }

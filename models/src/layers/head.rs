@@ -5,9 +5,10 @@ use crate::ModelError;
 use crate::backward::Backward;
 use crate::machine::typed;
 use crate::pass::Pass;
+use crate::sampling::Stretch;
 use crate::sums::Of;
 use samebits_ops::{
-    Attributes, DType, LinearLogprob, LogprobGradients, LogprobRows, Tensor, TensorRef, linear_logprob_backward,
+    Attributes, Cpu, DType, LinearLogprob, LogprobGradients, LogprobRows, Tensor, TensorRef, linear_logprob_backward,
     linear_logprob_backward_packed,
 };
 use std::ops::Range;
@@ -18,8 +19,8 @@ pub(crate) struct Logprobs {
     pub lse: Tensor,
     /// Of the distributions that rows have.
     pub entropy: Option<Tensor>,
-    /// What logits were divided by.
-    pub temperature: f64,
+    /// How they were made.
+    pub stretches: Vec<Stretch>,
 }
 
 /// What is done to logits behind the projection.
@@ -81,36 +82,42 @@ impl Head {
     }
 
     /// `a[n,hidden]` to the log-probabilities of `targets`, +0 for a target that is negative, and what their gradient needs;
-    /// with entropies on demand.
+    /// with entropies on demand. `stretches` are all rows, in their order.
     pub fn logprob(
         &self,
         pass: &mut Pass,
         a: &Tensor,
         targets: &[i32],
-        temperature: f64,
+        (cpu, stretches): (&Cpu, Vec<Stretch>),
         with_entropy: bool,
     ) -> Result<Logprobs, ModelError> {
-        let (n, at) = (targets.len(), Attributes::new().with("temperature", temperature));
+        let n = targets.len();
         let (mut logprob, mut lse) = (pass.empty(DType::Fp32, &[n])?, pass.empty(DType::Fp32, &[n])?);
-        if self.is_product() && !with_entropy {
+        if let [Stretch { temperature, text: None, .. }] = stretches[..]
+            && self.is_product()
+            && !with_entropy
+        {
+            let at = Attributes::new().with("temperature", temperature);
             let inputs = [("x", a.view()), ("w", self.linear.matrix(0)), ("target", TensorRef::new(targets, &[n])?)];
             let outputs = [("logprob", logprob.view_mut()), ("lse", lse.view_mut())];
             pass.op("linear_logprob", &at, &inputs, outputs)?;
-            return Ok(Logprobs { logprob, lse, entropy: None, temperature });
+            return Ok(Logprobs { logprob, lse, entropy: None, stretches });
         }
         let mut entropy = if with_entropy { Some(pass.empty(DType::Fp32, &[n])?) } else { None };
-        for rows in tiles(n) {
+        for (rows, stretch) in tiles(&stretches) {
             let logits = self.logits(pass, a.rows(rows.clone()))?;
+            let (truncated, at) = (stretch.truncated(cpu, &rows, &logits)?, stretch.attributes());
+            let drawn_from = truncated.as_ref().unwrap_or(&logits);
             let target = TensorRef::new(&targets[rows.clone()], &[rows.len()])?;
             let outputs = [("logprob", logprob.rows_mut(rows.clone())), ("lse", lse.rows_mut(rows.clone()))];
-            pass.op("logprob", &at, &[("logits", logits.view()), ("target", target)], outputs)?;
+            pass.op("logprob", &at, &[("logits", drawn_from.view()), ("target", target)], outputs)?;
             if let Some(entropy) = &mut entropy {
                 // It makes the same lse.
                 let outputs = [("entropy", entropy.rows_mut(rows.clone())), ("lse", lse.rows_mut(rows))];
-                pass.op("entropy", &at, &[("logits", logits.view())], outputs)?;
+                pass.op("entropy", &at, &[("logits", drawn_from.view())], outputs)?;
             }
         }
-        Ok(Logprobs { logprob, lse, entropy, temperature })
+        Ok(Logprobs { logprob, lse, entropy, stretches })
     }
 
     /// From `dlogprob[n]` and, where there are entropies, theirs: that of a, in f32.
@@ -122,48 +129,14 @@ impl Head {
         of_rows: &Logprobs,
         (dlogprob, dentropy): (&Tensor, Option<&Tensor>),
     ) -> Result<Tensor, ModelError> {
-        let (lse, temperature) = (&of_rows.lse, of_rows.temperature);
-        let of_logits = Attributes::new().with("temperature", temperature);
-        let (n, head) = (targets.len(), &self.linear);
+        let (lse, head) = (&of_rows.lse, &self.linear);
         let mut da = back.pass.empty(DType::Fp32, a.shape())?;
-        if !self.is_product() || dentropy.is_some() {
-            for rows in tiles(n) {
-                // The logits of a few rows at a time: a chain over tokens goes on from tile to tile.
-                let few = rows.len();
-                let logits = head.apply(&mut back.pass, a.rows(rows.clone()), DType::Fp32)?;
-                let finished = self.finished(&mut back.pass, &logits)?;
-                let finished = finished.as_ref().unwrap_or(&logits);
-                let mut dfinished = back.pass.empty(DType::Fp32, logits.shape())?;
-                let inputs = [
-                    ("logits", finished.view()),
-                    ("target", TensorRef::new(&targets[rows.clone()], &[few])?),
-                    ("lse", lse.rows(rows.clone())),
-                    ("dlogprob", dlogprob.rows(rows.clone())),
-                ];
-                back.pass.op("logprob_backward", &of_logits, &inputs, [("dlogits", dfinished.view_mut())])?;
-                if let (Some(entropy), Some(dentropy)) = (&of_rows.entropy, dentropy) {
-                    let mut more = back.pass.empty(DType::Fp32, logits.shape())?;
-                    let inputs = [
-                        ("logits", finished.view()),
-                        ("entropy", entropy.rows(rows.clone())),
-                        ("lse", lse.rows(rows.clone())),
-                        ("dentropy", dentropy.rows(rows.clone())),
-                    ];
-                    back.pass.op("entropy_backward", &of_logits, &inputs, [("dlogits", more.view_mut())])?;
-                    dfinished = back.sum(dfinished, more)?;
-                }
-                let (x, mask) = (a.rows(rows.clone()), &back.mask[rows.clone()]);
-                if head.bias(0).is_some() {
-                    // Nothing else is done to the logits then.
-                    back.add_bias(head.source(0), dfinished.view(), mask)?;
-                }
-                let dlogits = self.finished_backward(back, &logits, &dfinished)?;
-                back.add_matrix(head.source(0), x, dlogits.view(), mask)?;
-                let dx = head.input_gradient(back, 0, dlogits.view(), DType::Fp32)?;
-                back.write_rows(&dx, &mut da, rows.start)?;
-            }
-        } else {
-            let (source, rows) = (head.source(0), n);
+        let whole = match of_rows.stretches[..] {
+            [Stretch { temperature, text: None, .. }] if self.is_product() && dentropy.is_none() => Some(temperature),
+            _ => None,
+        };
+        if let Some(temperature) = whole {
+            let (source, rows) = (head.source(0), targets.len());
             let shape = LinearLogprob { rows, vocab: head.matrix(0).shape()[0], k: a.shape()[1], temperature };
             let dw = back.sums.matrix(back.cpu, Of::matrix(source), Some(source), [shape.vocab, shape.k])?;
             let [lse, dlogprob] = [lse, dlogprob].map(|rows| rows.as_slice::<f32>().expect("f32, and on the host"));
@@ -180,6 +153,47 @@ impl Head {
                     }
                 }
             });
+        } else {
+            for (rows, stretch) in tiles(&of_rows.stretches) {
+                // The logits of a few rows at a time: a chain over tokens goes on from tile to tile.
+                let few = rows.len();
+                let of_logits = stretch.attributes();
+                let logits = head.apply(&mut back.pass, a.rows(rows.clone()), DType::Fp32)?;
+                let finished = self.finished(&mut back.pass, &logits)?;
+                let finished = finished.as_ref().unwrap_or(&logits);
+                let truncated = stretch.truncated(back.cpu, &rows, finished)?;
+                let drawn_from = truncated.as_ref().unwrap_or(finished);
+                let mut dfinished = back.pass.empty(DType::Fp32, logits.shape())?;
+                let inputs = [
+                    ("logits", drawn_from.view()),
+                    ("target", TensorRef::new(&targets[rows.clone()], &[few])?),
+                    ("lse", lse.rows(rows.clone())),
+                    ("dlogprob", dlogprob.rows(rows.clone())),
+                ];
+                back.pass.op("logprob_backward", &of_logits, &inputs, [("dlogits", dfinished.view_mut())])?;
+                dfinished = stretch.truncated_backward(back.cpu, &rows, finished, dfinished)?;
+                if let (Some(entropy), Some(dentropy)) = (&of_rows.entropy, dentropy) {
+                    let mut more = back.pass.empty(DType::Fp32, logits.shape())?;
+                    let inputs = [
+                        ("logits", drawn_from.view()),
+                        ("entropy", entropy.rows(rows.clone())),
+                        ("lse", lse.rows(rows.clone())),
+                        ("dentropy", dentropy.rows(rows.clone())),
+                    ];
+                    back.pass.op("entropy_backward", &of_logits, &inputs, [("dlogits", more.view_mut())])?;
+                    let more = stretch.truncated_backward(back.cpu, &rows, finished, more)?;
+                    dfinished = back.sum(dfinished, more)?;
+                }
+                let (x, mask) = (a.rows(rows.clone()), &back.mask[rows.clone()]);
+                if head.bias(0).is_some() {
+                    // Nothing else is done to the logits then.
+                    back.add_bias(head.source(0), dfinished.view(), mask)?;
+                }
+                let dlogits = self.finished_backward(back, &logits, &dfinished)?;
+                back.add_matrix(head.source(0), x, dlogits.view(), mask)?;
+                let dx = head.input_gradient(back, 0, dlogits.view(), DType::Fp32)?;
+                back.write_rows(&dx, &mut da, rows.start)?;
+            }
         }
         back.see_at(None, "dfinal_norm", &mut da)?;
         Ok(da)
@@ -189,7 +203,45 @@ impl Head {
 /// Rows of logits that are there at a time.
 const TILE: usize = 256;
 
-/// n rows, a tile at a time.
-fn tiles(n: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..n).step_by(TILE).map(move |first| first..n.min(first + TILE))
+/// Rows a tile at a time, each of one stretch.
+fn tiles(stretches: &[Stretch]) -> impl Iterator<Item = (Range<usize>, &Stretch)> {
+    let of = |stretch: &'_ Stretch| {
+        let Range { start, end } = stretch.rows;
+        (start..end).step_by(TILE).map(move |first| first..end.min(first + TILE))
+    };
+    stretches.iter().flat_map(move |stretch| of(stretch).map(move |rows| (rows, stretch)))
+}
+
+impl Stretch {
+    /// What turns the logits that tokens are drawn from to log-probabilities.
+    fn attributes(&self) -> Attributes {
+        // Those of a text are over its temperature already.
+        let temperature = if self.text.is_some() { 1.0 } else { self.temperature };
+        Attributes::new().with("temperature", temperature)
+    }
+
+    /// Of the logits of some of the rows those that tokens are drawn from, where they are others.
+    fn truncated(&self, cpu: &Cpu, rows: &Range<usize>, logits: &Tensor) -> Result<Option<Tensor>, ModelError> {
+        let Some(text) = &self.text else { return Ok(None) };
+        text.truncated(cpu, self.places(rows), logits).map(Some)
+    }
+
+    /// From the gradient of those that of the logits.
+    fn truncated_backward(
+        &self,
+        cpu: &Cpu,
+        rows: &Range<usize>,
+        logits: &Tensor,
+        dy: Tensor,
+    ) -> Result<Tensor, ModelError> {
+        match &self.text {
+            None => Ok(dy),
+            Some(text) => text.truncated_backward(cpu, self.places(rows), logits, &dy),
+        }
+    }
+
+    /// The places of some of the rows among all.
+    fn places(&self, rows: &Range<usize>) -> Range<usize> {
+        rows.start - self.rows.start..rows.end - self.rows.start
+    }
 }
