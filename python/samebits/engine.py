@@ -115,15 +115,6 @@ def comparable(samples: Sequence[Sample], who: str, dtype: str, rope_length: int
                 raise ValueError(line)
 
 
-def of_all_tokens(samples: Sequence[Sample], who: str) -> None:
-    """Refuses samples whose log-probabilities are not those of all tokens, which `who` computes."""
-    for sample in samples:
-        if sample.sampling:
-            names = ", ".join(sample.sampling)
-            line = f"{names}: sample {sample.sequence} was sampled so; {who} has log-probabilities of all tokens, and Engine.score those"
-            raise ValueError(line)
-
-
 # How tokens are sampled beside the temperature: what changes nothing.
 _PLAIN: dict[str, Any] = {
     "top_k": 0,
@@ -152,6 +143,13 @@ def asked(settings: Mapping[str, Any]) -> dict[str, Any]:
         if value != plain:
             found[name] = value
     return found
+
+
+def settings_of(given: Mapping[str, Any], temperature: float) -> str:
+    """As JSON the settings of `Engine.stream` that some sequences were sampled by, at `temperature` where they say none."""
+    if unknown := [name for name in given if name not in _PLAIN and name != "temperature"]:
+        raise ValueError(f"sampling: `{unknown[0]}` is no setting of this version; use temperature, {', '.join(_PLAIN)}")
+    return text_of({**asked({**_PLAIN, **given}), "temperature": float(given.get("temperature", temperature))})
 
 
 def text_of(settings: Mapping[str, Any]) -> str:

@@ -107,9 +107,106 @@ def test_what_is_sampled_is_scored_the_same_whoever_was_beside_it():
     for sample, row in zip(samples, one.score(samples)):
         assert row.tobytes() == sample.logprobs.tobytes()
     assert samples[0].sampling == {"top_k": 3} and samples[-1].sampling == {"presence_penalty": 1.0}
+    # And trained with: in one batch, each in its own distribution.
     model = samebits.torch.CausalLM.from_pretrained(ADDER)
-    with pytest.raises(ValueError, match="top_k: sample 0 was sampled so"):
-        model.logprob(samples[:1])
+    logprob = model.logprob(samples)
+    again = model.logprob(
+        [sample.prompt_tokens + sample.tokens.tolist() for sample in samples],
+        sampling=[{**sample.sampling, "temperature": sample.temperature} for sample in samples],
+        prompt=[len(sample.prompt_tokens) for sample in samples],
+    )
+    assert logprob.requires_grad and torch.equal(logprob, again)
+    for sample, row in zip(samples, logprob.detach()):
+        first = len(sample.prompt_tokens)
+        assert row[first : first + len(sample.tokens)].numpy().tobytes() == sample.logprobs.tobytes()
+    for batch in (samples, samples[::-1]):
+        model.micro_batch = 5
+        model.logprob(batch).sum().backward()
+    old = torch.zeros(logprob.shape)
+    with pytest.raises(ValueError, match="policy_loss: temperature: old_logprob is of 0.8, logprob of 0.8 and 1 and 1.5; ratios of two"):
+        samebits.torch.policy_loss(logprob, old, torch.ones(len(samples)), old.int(), denominator=1, temperature=0.8)
+
+
+# A text that has tokens twice, at every kind of setting; logits are far enough apart that f32 sums leave the same tokens.
+TRAINED = [
+    *HOW[:-1],
+    {"top_k": 6, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 0.7, "presence_penalty": 0.3, "temperature": 1.2},
+    # Tokens of the text whose logits have another sign with their biases.
+    {"logit_bias": {token: (-8.0, 8.0)[token % 2] for token in range(3, 13)}, "repetition_penalty": 1.4, "temperature": 2.0},
+]
+
+
+def left(logits, before, prompt, how):
+    """What the page makes of the logits behind some tokens, with a gradient."""
+    count = torch.bincount(torch.tensor(before[prompt:], dtype=torch.long), minlength=len(logits)).float()
+    there = torch.bincount(torch.tensor(before), minlength=len(logits)) > 0
+    bias = torch.zeros(len(logits))
+    if "allowed_tokens" in how:
+        bias += -math.inf
+        bias[how["allowed_tokens"]] = 0.0
+    for token, value in how.get("logit_bias", {}).items():
+        bias[token] += value
+    bias[how.get("banned_tokens", [])] = -math.inf
+    z, r = logits + bias, how.get("repetition_penalty", 1.0)
+    z = torch.where(there, torch.where(z < 0, z * r, z / r), z)
+    z = z - how.get("frequency_penalty", 0.0) * count - how.get("presence_penalty", 0.0) * (count > 0)
+    z = z / how.get("temperature", 1.0)
+    choosing = {name: how[name] for name in ("top_k", "top_p", "min_p") if name in how}
+    kept = processed(z.detach()[None], torch.tensor(before), choosing)[0] > -math.inf
+    return torch.where(kept, z, -math.inf)
+
+
+def test_gradients_under_a_rule_are_those_of_torch():
+    transformers = pytest.importorskip("transformers")
+    module = transformers.AutoModelForCausalLM.from_pretrained(ADDER, dtype=torch.float32)
+    with torch.no_grad():
+        # Of a model that is sure of nothing.
+        for parameter in module.parameters():
+            parameter *= 0.8
+    model = samebits.torch.CausalLM(module, ADDER, dtype="fp32")
+    samples = []
+    for number, how in enumerate(TRAINED):
+        samples += samebits.Engine(model, ADDER, dtype="fp32").generate([[3, 4, 5]], 2, max_tokens=9, seed=number, ignore_eos=True, **how)
+    how_of = [how for how in TRAINED for _ in range(2)]
+    weights = [torch.linspace(-1, 2, len(sample.tokens)) for sample in samples]
+    found = model.logprob(samples)
+    sum((w * row[3 : 3 + len(w)]).sum() for w, row in zip(weights, found)).backward()
+    # By sums in f64 of the same weights.
+    module.double()
+    total, largest = 0.0, 0.0
+    for sample, how, weight in zip(samples, how_of, weights):
+        text = sample.prompt_tokens + sample.tokens.tolist()
+        logits = module(torch.tensor([text])).logits[0]
+        assert logits.dtype == torch.float64
+        for t, (token, w) in enumerate(zip(sample.tokens.tolist(), weight), start=3):
+            logp = torch.log_softmax(left(logits[t - 1], text[:t], 3, how), -1)[token]
+            largest = max(largest, abs(logp.item() - sample.logprobs[t - 3]))
+            total = total + w * logp
+    total.backward()
+    assert largest < 2e-5
+    theirs = dict(module.named_parameters())
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad - theirs[name].grad).abs().max() / theirs[name].grad.abs().max()
+        assert error < 1e-4, (name, error)
+
+
+def test_a_token_that_its_settings_leave_out_is_named():
+    model = samebits.torch.CausalLM.from_pretrained(ADDER)
+    given = dict(sampling={"allowed_tokens": [5, 6]}, prompt=[1, 1])
+    with pytest.raises(ValueError, match='sampling: .*"allowed_tokens":\\[5,6\\].* leave out token 2 of sequence 1'):
+        model.logprob([[3, 5], [3, 5, 7]], **given)
+    with torch.no_grad():
+        assert model.logprob([[3, 5], [3, 5, 7]], **given)[1, 2] == -math.inf
+    for given, says in [
+        ({"sampling": {"typical_p": 0.5}, "prompt": [1]}, "sampling: `typical_p` is no setting"),
+        ({"sampling": {"top_k": 3}}, "sampling: give `prompt`"),
+        ({"prompt": [1]}, "prompt: says where settings begin"),
+        ({"sampling": [{}, {}], "prompt": [1]}, "sampling: there are 2 for 1 sequences"),
+        ({"sampling": {"top_k": 3}, "prompt": [0]}, "prompt: that of sequence 0 has 0 of its 2 tokens"),
+        ({"sampling": {"top_p": 3}, "prompt": [1]}, "top_p: is 3"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            model.logprob([[3, 4]], **given)
 
 
 def test_texts_end_where_they_are_told():

@@ -12,9 +12,10 @@ use std::process::ExitCode;
 
 /// Computes a model's loss on some sequences and the gradient of every parameter
 ///
-/// Reads `tokens`, i32 [B, T], from a safetensors file, `attention_mask` and the metadata's `rope_length` as forward does. Where the
-/// metadata has the `temperature` and the `dtype` that texts were sampled at and in, log-probabilities are those at that temperature, and a policy of
-/// another one or another dtype is refused. With `mask`, i32 [B, T],
+/// Reads `tokens`, i32 [B, T], from a safetensors file, `attention_mask` and the metadata's `rope_length` as forward does.
+/// Log-probabilities are those of how texts were sampled, as the metadata says: at a `temperature`, in a `dtype`, and by settings
+/// of top-k, penalties and so on in `sampling`, one object for all or a list, behind prompts of `prompt_len`, i32 [B], tokens (or up
+/// to the first that counts). A policy at another temperature or of another dtype is refused. With `mask`, i32 [B, T],
 /// only the log-probabilities of tokens at a 1 count, each given the tokens before it; without it all but those of
 /// first tokens do. Writes a safetensors file with the f32 gradient of every parameter under its name in the folder,
 /// `loss` [1], `per_sequence` [B] and `logprob` [B, T]. Only the sequences, their order, the loss and --groups decide

@@ -10,14 +10,14 @@ import json
 import os
 import shutil
 import warnings
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _native
 from .. import ops as _ops
-from ..engine import Sample, comparable, config_beside, config_of, divisor, name_passed, of_all_tokens, state_of, tensors_of
+from ..engine import Sample, comparable, config_beside, config_of, divisor, name_passed, settings_of, state_of, tensors_of
 from ..experts import Place, by_folder, places
 
 __all__ = ["AdamW", "CausalLM", "nll", "policy_loss", "sha256"]
@@ -114,31 +114,44 @@ class CausalLM(torch.nn.Module):
         """By the names of parameters, of gradients by those of folders."""
         return {name: _whole(self._places[name], lambda of: found[of].torch()) for name in self._names}
 
-    def logprob(self, tokens: Any, mask: torch.Tensor | None = None, *, temperature: float | None = None) -> torch.Tensor:
+    def logprob(
+        self,
+        tokens: Any,
+        mask: torch.Tensor | None = None,
+        *,
+        temperature: float | None = None,
+        sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        prompt: Sequence[int] | None = None,
+    ) -> torch.Tensor:
         """The log-probability of each token, given those before it: f32, with gradients.
 
         Logits are divided by `temperature`, 1 without it (0, where the likeliest tokens were taken, counts as 1). `tokens` may be a
-        list of samples of an `Engine`: prompts and tokens at the temperature that they were made at, and another one, another
-        dtype or another rope length is refused, and so are samples of truncated or penalised sampling. Else it is a list of sequences, or a tensor `[B,T]` of whole numbers whose
-        `mask[B,T]` is 1 for the tokens of a sequence, one behind the other, and 0 for padding. Gives `[B,T]`, of a list
-        `[B, longest]`: 0 for the first token of a sequence and for padding, whatever stands there.
+        list of samples of an `Engine`: prompts and tokens, each in the distribution that it was sampled from; another
+        `temperature`, dtype or rope length is refused. Else it is a list of sequences, or a tensor `[B,T]` of whole numbers whose
+        `mask[B,T]` is 1 for the tokens of a sequence, one behind the other, and 0 for padding. They too may have been sampled of
+        some of the tokens: `sampling` has the settings of `Engine.stream` (`{"top_p": 0.9}`), of all of them or a list of those of
+        each, and `prompt[B]` how many tokens of each were given and not sampled. Gives `[B,T]`, of a list `[B, longest]`: 0 for the
+        first token of a sequence and for padding, whatever stands there. A token that its settings leave out is a ValueError
+        that names it; where no gradient is asked for, and with `allow_nonfinite`, it has -inf.
         """
         samples = [one for one in tokens if isinstance(one, Sample)] if isinstance(tokens, (list, tuple)) else []
         if samples:
             if len(samples) != len(tokens):
                 raise ValueError("tokens: samples and other sequences are mixed; give one kind")
-            temperature = samples[0].temperature if temperature is None else temperature
+            if sampling is not None or prompt is not None:
+                raise ValueError("sampling and prompt: samples say both themselves; leave them out")
             comparable(samples, "the model", self.dtype, self.rope_length if self._depends else None, temperature)
-            of_all_tokens(samples, "CausalLM.logprob")
             tokens = [sample.prompt_tokens + [int(token) for token in sample.tokens] for sample in samples]
-        temperature = divisor(1.0 if temperature is None else temperature)
+            sampling = [{**sample.sampling, "temperature": sample.temperature} for sample in samples]
+            prompt = [len(sample.prompt_tokens) for sample in samples]
         placed = _Placed(tokens, mask)
+        drawn = _drawn(placed.sequences, 1.0 if temperature is None else temperature, sampling, prompt)
         weights = self._weights()
         of = self.micro_batch or max(len(placed.sequences), 1)
         if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
-            return placed.out(self._native.logprobs(placed.sequences, temperature, of, self.allow_nonfinite).torch())
+            return placed.out(self._native.logprobs(placed.sequences, drawn, of, self.allow_nonfinite).torch())
         if all(weight.requires_grad for weight in weights):
-            return placed.out(_Logprob.apply(self, placed.sequences, temperature, bool(samples), of, *weights))
+            return placed.out(_Logprob.apply(self, placed.sequences, drawn, bool(samples), of, *weights))
         frozen = next(name for name, weight in zip(self._names, weights) if not weight.requires_grad)
         raise NotImplementedError(f"logprob: `{frozen}` requires no gradient; all parameters do, or none")
 
@@ -224,6 +237,28 @@ def _whole(parts: list[Place], tensor: Callable[[str], torch.Tensor]) -> torch.T
     return torch.stack([torch.cat(halves) for halves in experts.values()])
 
 
+def _drawn(
+    sequences: list[list[int]], temperature: float, sampling: Any, prompt: Sequence[int] | None
+) -> float | list[tuple[str, int]]:
+    """What log-probabilities are those of: all tokens at a temperature, or for each sequence its settings and its prompt's length."""
+    if sampling is None:
+        if prompt is not None:
+            raise ValueError("prompt: says where settings begin; give `sampling`, too")
+        return divisor(temperature)
+    each = [sampling] * len(sequences) if isinstance(sampling, Mapping) else list(sampling)
+    if prompt is None:
+        raise ValueError("sampling: give `prompt`, how many tokens of each sequence were not sampled")
+    for name, given in (("sampling", each), ("prompt", prompt)):
+        if len(given) != len(sequences):
+            raise ValueError(f"{name}: there are {len(given)} for {len(sequences)} sequences; give one for each")
+    told = [settings_of(settings, temperature) for settings in each]
+    found = [json.loads(settings) for settings in told]
+    temperatures = {divisor(settings["temperature"]) for settings in found}
+    if len(temperatures) == 1 and all(len(settings) == 1 for settings in found):
+        return temperatures.pop()
+    return [(text, int(length)) for text, length in zip(told, prompt)]
+
+
 class _Placed:
     """Sequences, and where their tokens stand in a tensor."""
 
@@ -260,14 +295,21 @@ class _Placed:
         return placed
 
 
+def temperatures_of(drawn: float | list[tuple[str, int]]) -> list[float]:
+    """What logits are divided by, each once."""
+    if isinstance(drawn, float):
+        return [drawn]
+    return sorted({divisor(json.loads(settings)["temperature"]) for settings, _ in drawn})
+
+
 class _Logprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, model, sequences, temperature, is_known, micro_batch, *weights):
+    def forward(ctx, model, sequences, drawn, is_known, micro_batch, *weights):
         # For losses, which look for them: a temperature that samples say is known.
-        ctx.temperature, ctx.is_known = temperature, is_known
+        ctx.temperatures, ctx.is_known = temperatures_of(drawn), is_known
         ctx.model, ctx.block = model, model._sums
         ctx.sums = _native.Accumulator() if ctx.block is None else ctx.block._native
-        how = (temperature, micro_batch, model.recompute, model.allow_nonfinite)
+        how = (drawn, micro_batch, model.recompute, model.allow_nonfinite)
         ctx.state, logprob = ctx.sums.forward(model._native, sequences, *how)
         ctx.set_materialize_grads(False)
         return logprob.torch()
@@ -432,14 +474,15 @@ def _made_by(logprob: torch.Tensor) -> list[Any]:
 def _same_temperature(logprob: torch.Tensor, temperature: float | None) -> None:
     """Refuses ratios of log-probabilities at two temperatures, and says what is taken where nothing is said."""
     for made in _made_by(logprob):
-        if temperature is not None and made.temperature != divisor(temperature):
+        here = " and ".join(f"{at:g}" for at in made.temperatures)
+        if temperature is not None and made.temperatures != [divisor(temperature)]:
             raise ValueError(
-                f"policy_loss: temperature: old_logprob is of {temperature:g}, logprob of {made.temperature:g}; ratios of two "
+                f"policy_loss: temperature: old_logprob is of {temperature:g}, logprob of {here}; ratios of two "
                 f"temperatures are not compared: CausalLM.logprob(.., temperature={temperature:g})"
             )
         if temperature is None and not made.is_known:
             warnings.warn(
-                f"policy_loss: at what temperature old_logprob was sampled is not said; that of logprob, {made.temperature:g}, is "
+                f"policy_loss: at what temperature old_logprob was sampled is not said; that of logprob, {here}, is "
                 "taken: give temperature=.., or samples to CausalLM.logprob",
                 stacklevel=3,
             )
