@@ -16,7 +16,8 @@ use std::process::ExitCode;
 /// metadata has the `temperature` and the `dtype` that texts were sampled at and in, log-probabilities are those at that temperature, and a policy of
 /// another one or another dtype is refused. With `mask`, i32 [B, T],
 /// only the log-probabilities of tokens at a 1 count, each given the tokens before it; without it all but those of
-/// first tokens do. Writes a safetensors file with the f32 gradient of every parameter under its name in the folder,
+/// first tokens do. Writes a safetensors file with the f32 gradient of every parameter under its name in the folder (with
+/// --adapter of the matrices of the adapter alone, under theirs),
 /// `loss` [1], `per_sequence` [B] and `logprob` [B, T]. Only the sequences, their order, the loss and --groups decide
 /// its bits: micro-batches, padding, packing, ranks, recomputation, the instruction set, threads and the budget do not.
 #[derive(clap::Args)]

@@ -126,7 +126,8 @@ impl Head {
         let of_logits = Attributes::new().with("temperature", temperature);
         let (n, head) = (targets.len(), &self.linear);
         let mut da = back.pass.empty(DType::Fp32, a.shape())?;
-        if !self.is_product() || dentropy.is_some() {
+        // The op of the whole would make the gradient of the matrix.
+        if !self.is_product() || dentropy.is_some() || back.sums.frozen {
             for rows in tiles(n) {
                 // The logits of a few rows at a time: a chain over tokens goes on from tile to tile.
                 let few = rows.len();
