@@ -5,7 +5,7 @@ use super::linear::Linear;
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::pass::Pass;
-use samebits_ops::device::Device;
+use samebits_ops::device::{Device, Part};
 use samebits_ops::{Attributes, Cpu, DType, Tensor, TensorMut, TensorRef};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -96,17 +96,26 @@ pub(crate) fn add_to(
         return pass.op("add", &none, &[("a", base.view()), ("b", made.view())], [("y", y)]);
     }
     let mut sum = pass.empty(y.dtype(), y.shape())?;
-    for (rows, adapter) in rows {
-        let own = base.rows(rows.clone());
-        match adapter {
-            Some(adapter) => {
-                let made = adapter.made(pass, start, wide.rows(rows.clone()))?;
-                pass.op("add", &none, &[("a", own), ("b", made.view())], [("y", sum.rows_mut(rows.clone()))])?;
-            }
-            None => pass.op("scale", &none, &[("x", own)], [("y", sum.rows_mut(rows.clone()))])?,
-        }
+    pass.op("scale", &none, &[("x", base.view())], [("y", sum.view_mut())])?;
+    for (rows, adapter) in rows.iter().filter_map(|(rows, adapter)| Some((rows, (*adapter)?))) {
+        let (x, own) = (part(pass, &wide, rows)?, part(pass, base, rows)?);
+        let made = adapter.made(pass, start, x.view())?;
+        let mut added = pass.empty(sum.dtype(), own.shape())?;
+        pass.op("add", &none, &[("a", own.view()), ("b", made.view())], [("y", added.view_mut())])?;
+        let [count, n] = [own.shape()[0], own.shape()[1]];
+        let to = Part { offset: rows.start * n, ..Part::whole(n) };
+        pass.machine.copy_rows([count, n], (&added, Part::whole(n)), (&mut sum, to))?;
     }
     pass.op("scale", &none, &[("x", sum.view())], [("y", y)])
+}
+
+/// A copy of some rows.
+fn part(pass: &Pass, x: &Tensor, rows: &Range<usize>) -> Result<Tensor, ModelError> {
+    let size = [rows.len(), x.shape()[1]];
+    let mut own = pass.empty(x.dtype(), &size)?;
+    let from = Part { offset: rows.start * size[1], ..Part::whole(size[1]) };
+    pass.machine.copy_rows(size, (x, from), (&mut own, Part::whole(size[1])))?;
+    Ok(own)
 }
 
 /// From `dy[M,N]` of that in f32, and what the matrix has made of it, `dx[M,K]` in f32: that of x, of `dtype`.
