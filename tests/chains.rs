@@ -1,5 +1,7 @@
 //! Whole models in use: what was sampled is scored again bit for bit, and a mutant is traced to its layer.
 
+#[path = "chains/adapters.rs"]
+mod adapters;
 mod covering;
 #[path = "chains/gradients.rs"]
 mod gradients;

@@ -22,8 +22,8 @@ use samebits_harness::implementation::cuda::CudaImplementation;
 use samebits_harness::judge::{Judge, Selection, plan};
 use samebits_models::plan::{Branch, Layer};
 use samebits_models::{
-    Grouping, Model, ModelError, PageOrder, Precision, Probe, Run, Sample, Sampling, SamplingRule, Schedule, Seen,
-    Serving,
+    AdapterChoice, Grouping, Model, ModelError, PageOrder, Precision, Probe, Run, Sample, Sampling, SamplingRule,
+    Schedule, Seen, Serving,
 };
 use samebits_ops::device::{self, AttentionMetadata, Buffer, Build, Device, Indices, Part, Stored};
 use samebits_ops::{
@@ -64,6 +64,7 @@ fn main() {
     }
     trials.push(Trial::test("models::other_precisions", other_precisions));
     trials.push(Trial::test("models::rollouts_are_those_of_the_processor", rollouts));
+    trials.push(Trial::test("models::adapters_are_those_of_the_processor", adapters));
     trials.push(Trial::test("models::chain_cases_are_answered_and_counted", chain_case));
     trials.push(Trial::test("models::every_site_is_that_of_the_processor", sites));
     trials.push(Trial::test("models::backwards", || same_logits("qwen3", Precision::Bf16, &[], true).map(drop)));
@@ -2245,6 +2246,43 @@ fn rollouts() -> Result<(), Failed> {
         let scores = there.score(&cpu(), &texts, run)?;
         if wanted.is_empty() || wanted.iter().zip(&scores).any(|(sample, scores)| sample.logprobs != *scores) {
             return Err(format!("{name}: other log-probabilities").into());
+        }
+    }
+    Ok(())
+}
+
+/// Two adapters and none in the same steps, sampled and scored on a device: what is replayed is of the same adapters.
+fn adapters() -> Result<(), Failed> {
+    let device = Device::new(Box::new(Emulator::new(&[], false)?), usize::MAX, usize::MAX);
+    let folder = |name: &str| (name.to_string(), checkpoint("").join("../adapters").join(name));
+    let load = || -> Result<Model, Failed> {
+        let model = Model::load(&checkpoint("qwen3"), Precision::Bf16, &cpu())?;
+        Ok(model.with_adapters(&cpu(), &[folder("qwen3"), folder("qwen3-other")])?)
+    };
+    let (here, there) = (load()?, load()?.to_device(&cpu(), &device)?);
+    let named = |name: &str| AdapterChoice::Named(name.into());
+    let prompts = vec![vec![3, 4, 5], vec![6, 7], vec![8, 9, 10, 11]];
+    for adapters in [
+        vec![named("qwen3"), AdapterChoice::Plain, named("qwen3-other")],
+        vec![named("qwen3-other"), named("qwen3"), AdapterChoice::Plain],
+        vec![named("qwen3")],
+    ] {
+        let sampling = Sampling { max_tokens: 6, ignore_eos: true, adapters, ..Sampling::default() };
+        let sampled = |model: &Model, batch: usize| -> Result<Vec<Sample>, Failed> {
+            let mut samples = Vec::new();
+            let keep = |sample| {
+                samples.push(sample);
+                Ok(())
+            };
+            let serving = Serving { batch, ..Serving::default() };
+            model.rollout(&cpu(), &prompts, &sampling, &serving, keep)?;
+            samples.sort_by_key(|sample| sample.sequence);
+            Ok(samples)
+        };
+        let wanted = sampled(&here, 3)?;
+        // One by one the texts have steps of the same form.
+        if wanted.len() != 3 || sampled(&there, 3)? != wanted || sampled(&there, 1)? != wanted {
+            return Err(format!("{:?}", sampling.adapters).into());
         }
     }
     Ok(())

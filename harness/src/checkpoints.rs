@@ -140,6 +140,7 @@ impl Checkpoints {
             page_size: param("page_size", "64").parse().map_err(|_| "chain: `page_size` is no number".to_string())?,
             page_order: param("page_order", "ascending").parse().map_err(text)?,
             allow_nonfinite: true,
+            adapters: &[],
             // A device would copy every value to show it.
             probe: if device.is_none() { Some(&mut *probe) } else { None },
         };

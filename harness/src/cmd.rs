@@ -37,7 +37,7 @@ use samebits_contract::table::{Contract, Slice};
 use samebits_contract::tensor::DType;
 use samebits_contract::{axis, spec};
 use samebits_goldens::Store;
-use samebits_models::{Config, Model, ModelError, Precision, RopeLength};
+use samebits_models::{Config, Model, ModelError, Precision, RopeLength, named_folder};
 use samebits_ops::device::Device;
 use samebits_ops::{Counter, Cpu, Isa};
 use samebits_schema::{Op, Value};
@@ -87,6 +87,11 @@ pub struct Folder {
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
 
+    /// PEFT folder of a low-rank adapter of the model, called NAME, else as the folder; may be given again. All texts have the only
+    /// one; of several each says which it has (`rollout`)
+    #[arg(long, value_name = "[NAME=]DIR")]
+    pub adapter: Vec<String>,
+
     /// Refuse fields and tensors that are named on stderr and passed by else: what no code reads, or what asks for nothing
     #[arg(long)]
     strict: bool,
@@ -104,6 +109,8 @@ impl Folder {
         let model = Model::load_with(&self.model, dtype, cpu, |done, total| loading.at(done, total))?;
         drop(loading);
         self.pass(model.config())?;
+        let adapters: Vec<_> = self.adapter.iter().map(|text| named_folder(text)).collect::<Result<_, _>>()?;
+        let model = model.with_adapters(cpu, &adapters)?;
         // What loading took goes back to the system; steps make the same tensors again and again.
         samebits_ops::keep_freed_memory();
         match self.rope_length(model.config(), recorded)? {

@@ -111,6 +111,7 @@ impl<'a, 'p> Backward<'a, 'p> {
         (angles, mask, blocks): (&'a [RopeTable], &'a [i32], &'a [Block]),
         sums: &'a mut Sums,
     ) -> Backward<'a, 'p> {
+        sums.frozen = !pass.adapters.is_empty();
         Backward { pass, cpu, angles, mask, blocks, sums, carried: None, lent: BTreeMap::new(), nth_use: 0 }
     }
 }
@@ -190,8 +191,19 @@ impl<'a> Backward<'a, '_> {
         Ok(self.pass.machine.copy_rows([count, width], (from, Part::whole(width)), (to, part))?)
     }
 
-    /// Adds the tokens of `x[M,K]` and `dy[M,N]`, as products read them, to the gradient of a matrix.
+    /// Adds the tokens of `x[M,K]` and `dy[M,N]`, as products read them, to the gradient of a matrix of the model.
     pub fn add_matrix(&mut self, source: &Source, x: TensorRef, dy: TensorRef, mask: &[i32]) -> Result<(), ModelError> {
+        if self.sums.frozen { Ok(()) } else { self.add_trained(source, x, dy, mask) }
+    }
+
+    /// The same of one of the matrices that there are gradients of.
+    pub fn add_trained(
+        &mut self,
+        source: &Source,
+        x: TensorRef,
+        dy: TensorRef,
+        mask: &[i32],
+    ) -> Result<(), ModelError> {
         let [n, k] = [dy, x].map(|rows| rows.shape()[1]);
         let dw = self.sums.matrix(self.cpu, Of::matrix(source).of_use(self.nth_use), Some(source), [n, k])?;
         typed!(x.dtype() => A, {

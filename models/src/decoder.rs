@@ -27,11 +27,13 @@
 //! The products read the same bf16 operands in all four, so the last costs no arithmetic, only wider activations
 //! between ops: little beside the weights that every step reads.
 
+use crate::adapters::Adapters;
 use crate::backward::Backward;
 use crate::config::Config;
 use crate::layers::branch::{self, Branch, Stream};
 use crate::layers::embedding::Embedding;
 use crate::layers::head::Head;
+use crate::layers::linear::Source;
 use crate::layers::loader::Loader;
 use crate::layers::norm::Norm;
 use crate::layers::shared::Shared;
@@ -46,6 +48,7 @@ use samebits_ops::device::{Device, Part};
 use samebits_ops::{Attributes, Cpu, DType, Isa, Tensor};
 use std::collections::BTreeMap;
 use std::slice::SliceIndex;
+use std::sync::Arc;
 
 /// Weights of a model, ready to run.
 pub(crate) struct Decoder {
@@ -62,6 +65,10 @@ pub(crate) struct Decoder {
     pub parameters: BTreeMap<String, Vec<usize>>,
     /// The same of what is read and is no parameter.
     pub constants: BTreeMap<String, Vec<usize>>,
+    /// The matrices that may have adapters, and the rows that products read.
+    pub adaptable: BTreeMap<String, Vec<Source>>,
+    /// Those that there are.
+    pub adapters: Arc<Adapters>,
     /// Whether an update ended in the middle: weights of two versions.
     torn: bool,
 }
@@ -125,7 +132,7 @@ impl<'a> Runner<'a> {
         let c = self.config();
         let step = Step::of(machine, sequences, states)?;
         let columns = states.columns(sequences.iter().map(|input| input.sequence));
-        let form = [step.rows(), columns.next_power_of_two()];
+        let form = ([step.rows(), columns.next_power_of_two()], step.adapters.clone());
         let known = if step.is_single() { states.forms.recorded.remove(&form) } else { None };
         let again = known.is_some();
         let (earlier, recorded) = known.map_or((None, None), |known| (Some(known.inputs), known.recorded));
@@ -137,7 +144,8 @@ impl<'a> Runner<'a> {
         let experts_stay = c.experts().next().is_none() || inputs.choices.is_some();
         let may_record = hook.probe.is_none() && experts_stay && !c.chooses_keys();
         let calls = std::mem::take(&mut states.forms.calls);
-        let mut pass = Pass::new((machine, decoder.dtype), (&step, &inputs), hook, calls, false);
+        let on = (machine, decoder.dtype, &*decoder.adapters);
+        let mut pass = Pass::new(on, (&step, &inputs), hook, calls, false);
         let recorded = match recorded {
             None if again && may_record => {
                 let mut logits = None;
@@ -174,10 +182,10 @@ impl<'a> Runner<'a> {
 
     /// Why the logits behind the last of some tokens, the first ones of a sequence with room for `limit`, are not finite: runs
     /// them again, alone, which moves no bit, and looks at all that is computed on the way.
-    pub fn why_not_finite(&self, label: usize, tokens: &[i32], limit: usize) -> ModelError {
+    pub fn why_not_finite(&self, (label, adapter): (usize, Option<usize>), tokens: &[i32], limit: usize) -> ModelError {
         let look = || -> Result<(), ModelError> {
             let mut states = self.states(PAGE_SIZE, PageOrder::Ascending)?;
-            let input = SequenceInput { sequence: states.open(limit), label, tokens };
+            let input = SequenceInput { sequence: states.open(limit), label, tokens, adapter };
             let mut tripwire = Tripwire;
             let mut hook = TraceHook { looks: true, ..TraceHook::of(Some(&mut tripwire)) };
             self.step(&[input], &mut states, Rows::Last, &mut hook).map(drop)
@@ -210,8 +218,27 @@ impl Decoder {
         let shared = shared(c, &mut loader)?;
         let blocks = (0..c.layers()).map(|i| block(c, i, &mut loader)).collect::<Result<_, _>>()?;
         let final_norm = final_norm(c, &mut loader)?;
-        let Weights { parameters, constants, .. } = weights;
-        Ok(Decoder { config, dtype, embedding, shared, blocks, final_norm, head, parameters, constants, torn: false })
+        let Weights { parameters, constants, adaptable, .. } = weights;
+        let (adapters, torn) = (Arc::default(), false);
+        Ok(Decoder {
+            config,
+            dtype,
+            embedding,
+            shared,
+            blocks,
+            final_norm,
+            head,
+            parameters,
+            constants,
+            adaptable,
+            adapters,
+            torn,
+        })
+    }
+
+    /// Name and shape of all that there are gradients of: the parameters, or where there are adapters theirs alone.
+    pub fn trained(&self) -> &BTreeMap<String, Vec<usize>> {
+        if self.adapters.is_empty() { &self.parameters } else { self.adapters.parameters() }
     }
 
     /// Refuses weights that [`Decoder::load`] would refuse, and keeps nothing of them.
@@ -254,6 +281,11 @@ impl Decoder {
     /// Takes the weights from the processor to a device.
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
         self.shared.iter_mut().try_for_each(|block| block.move_to(cpu, device))?;
+        let Some(adapters) = Arc::get_mut(&mut self.adapters) else {
+            let why = "a forward of the model waits for its reverse pass; drop it first";
+            return Err(ModelError::input("device", why));
+        };
+        adapters.move_to(cpu, device)?;
         let branches = self.blocks.iter_mut().flat_map(|block| &mut block.branches);
         branches.into_iter().try_for_each(|branch| branch.move_to(cpu, device))?;
         self.final_norm.move_to(device)?;
@@ -393,6 +425,9 @@ impl Decoder {
 
     /// From that of the residual stream before the first block, of these tokens.
     pub fn embed_backward(&self, back: &mut Backward, tokens: &[i32], mut dx: Tensor) -> Result<(), ModelError> {
+        if back.sums.frozen {
+            return Ok(());
+        }
         if !self.shared.is_empty()
             && let Some(embedded) = back.carried.take()
         {
@@ -463,7 +498,6 @@ mod tests {
     use crate::{Model, PAGE_SIZE, Precision};
     use samebits_ops::TensorRef;
     use std::path::Path;
-    use std::sync::Arc;
 
     /// Some tied folders store the table a second time: it has one gradient.
     #[test]
@@ -554,7 +588,7 @@ mod tests {
             let mut states = on.states(PAGE_SIZE, PageOrder::Ascending).unwrap();
             let inputs = [&[1, 2, 3][..], &[4, 5]].map(|tokens| {
                 let sequence = states.open(tokens.len());
-                SequenceInput { sequence, label: sequence, tokens }
+                SequenceInput { sequence, label: sequence, tokens, adapter: None }
             });
             let logits = on.step(&inputs, &mut states, rows, &mut TraceHook::default()).unwrap();
             logits.chunks(vocab).map(|row| row.iter().map(|x| x.to_bits()).collect()).collect::<Vec<Vec<u32>>>()

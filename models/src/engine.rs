@@ -71,6 +71,14 @@ impl Engine {
     /// Requests with texts that have not ended: no text is made by two versions of the weights. What
     /// [`Model::update`] refuses, and then the weights stay as they were; too little memory.
     pub fn update(&mut self, tensors: &BTreeMap<String, TensorRef>, cpu: &Cpu) -> Result<(), ModelError> {
+        self.check_idle()?;
+        self.model.update(tensors, cpu)?;
+        self.version += 1;
+        Ok(())
+    }
+
+    /// Refuses a change while texts are on their way.
+    fn check_idle(&self) -> Result<(), ModelError> {
         let open: Vec<String> = self.requests().map(|request| request.to_string()).collect();
         if !open.is_empty() {
             let (version, open) = (self.version, open.join(", "));
@@ -78,7 +86,21 @@ impl Engine {
                 format!("version {version} of the weights is in use by request {open}; let its texts end, or end it");
             return Err(ModelError::input("update", why));
         }
-        self.model.update(tensors, cpu)?;
+        Ok(())
+    }
+
+    /// Gives an adapter other tensors, as [`Model::update_adapter`].
+    ///
+    /// # Errors
+    /// As [`Engine::update`].
+    pub fn update_adapter(
+        &mut self,
+        name: &str,
+        tensors: &BTreeMap<String, TensorRef>,
+        cpu: &Cpu,
+    ) -> Result<(), ModelError> {
+        self.check_idle()?;
+        self.model.update_adapter(name, tensors, cpu)?;
         self.version += 1;
         Ok(())
     }

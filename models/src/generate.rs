@@ -94,6 +94,7 @@ pub(crate) fn greedy(
         config.check_length("prompt", &who, prompt.len().saturating_add(max_tokens))?;
     }
 
+    let adapter = on.decoder.adapters.only()?;
     let mut states = on.states(PAGE_SIZE, PageOrder::Ascending)?;
     let sequence = states.open(prompt.len().saturating_add(max_tokens).min(config.max_positions));
     let mut fed = prompt.clone();
@@ -105,11 +106,12 @@ pub(crate) fn greedy(
         if states.len(sequence) + fed.len() > config.max_positions {
             break Stop::MaxPositions;
         }
-        let input = SequenceInput { sequence, label: 0, tokens: &fed };
+        let input = SequenceInput { sequence, label: 0, tokens: &fed, adapter };
         let logits = on.step(&[input], &mut states, Rows::Last, &mut TraceHook::default())?;
         if !all_finite(&logits) {
             let fed = [&prompt[..], &tokens].concat();
-            return Err(on.why_not_finite(0, &fed, prompt.len().saturating_add(max_tokens).min(config.max_positions)));
+            let limit = prompt.len().saturating_add(max_tokens).min(config.max_positions);
+            return Err(on.why_not_finite((0, adapter), &fed, limit));
         }
         let mut next = [0];
         argmax(on.cpu, 1, config.vocab, &logits, &mut next)?;

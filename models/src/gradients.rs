@@ -139,7 +139,7 @@ const MOST_PADDING: usize = u16::MAX as usize;
 
 /// What [`Model::gradients`] makes.
 pub struct Gradients {
-    /// The gradient of every parameter in f32, under its name in the folder.
+    /// The gradient of every parameter ([`Model::trained`]) in f32, under its name in the folder.
     pub parameters: BTreeMap<String, Tensor>,
     /// The loss.
     pub loss: f32,
@@ -228,7 +228,7 @@ fn make(
     let mut loss = [0f32];
     let inputs = [("per_sequence", TensorRef::new(&per_sequence, &[per_sequence.len()])?)];
     cpu.call("batch_loss", attributes, &inputs, vec![("loss", TensorMut::new(&mut loss, &[1])?)])?;
-    let mut parameters = of_ranks.root().finish(cpu, &decoder.parameters)?;
+    let mut parameters = of_ranks.root().finish(cpu, decoder.trained())?;
     if let Some(probe) = probe {
         for (name, gradient) in &mut parameters {
             let rows = if gradient.shape().len() > 1 { gradient.shape()[0] } else { 1 };
@@ -548,14 +548,14 @@ fn forward(
     shown: &mut Shown,
     [keep, with_entropy]: [bool; 2],
 ) -> Result<MicroBatch, ModelError> {
-    let (decoder, c) = (on.decoder, on.config());
+    let (decoder, c, adapter) = (on.decoder, on.config(), on.decoder.adapters.trained(keep)?);
     let lengths: Vec<usize> = sequences.iter().map(Vec::len).collect();
     let arranged = Arranged::new(&lengths, run);
     let mut states = on.states(PAGE_SIZE, PageOrder::Ascending)?;
     let filler = vec![0; arranged.pieces.iter().map(|&(_, length)| length).max().unwrap_or(0)];
     let given = arranged.pieces.iter().map(|&(label, length)| {
         let tokens = if label == PADDING { &filler[..length] } else { &sequences[label][..] };
-        SequenceInput { sequence: states.open(length), label, tokens }
+        SequenceInput { sequence: states.open(length), label, tokens, adapter }
     });
     let given: Vec<_> = given.collect();
     let (mask, targets, starts) = arranged.rows(sequences);
@@ -698,7 +698,7 @@ fn pass<'a, 'p>(
     hook: &'a mut TraceHook<'p>,
     keeps: bool,
 ) -> Pass<'a, 'p> {
-    Pass::new((on.machine, on.decoder.dtype), of_step, hook, Calls::default(), keeps)
+    Pass::new((on.machine, on.decoder.dtype, &*on.decoder.adapters), of_step, hook, Calls::default(), keeps)
 }
 
 /// Log-probabilities by the forward of training, and what its reverse pass reads.

@@ -19,6 +19,7 @@ pub(crate) mod indexer;
 pub(crate) mod latent_attention;
 pub(crate) mod linear;
 pub(crate) mod loader;
+pub(crate) mod low_rank;
 pub(crate) mod mamba;
 pub(crate) mod mamba2;
 pub(crate) mod mlp;
@@ -91,9 +92,12 @@ macro_rules! layers {
 
         impl Layer {
             pub fn load(loader: &mut Loader, plan: &LayerPlan) -> Result<Layer, ModelError> {
-                Ok(match plan {
+                loader.weights.adapts = plan.adapts();
+                let layer = match plan {
                     $(LayerPlan::$kind(plan) => Layer::$kind(Box::new($module::$kind::load(loader, plan)?)),)*
-                })
+                };
+                loader.weights.adapts = false;
+                Ok(layer)
             }
 
             /// Takes the weights to a device.
@@ -141,6 +145,11 @@ macro_rules! layers {
 }
 
 impl LayerPlan {
+    /// Whether its matrices may have adapters: each of their products is of all rows of a step.
+    fn adapts(&self) -> bool {
+        matches!(self, LayerPlan::Attention(_) | LayerPlan::LatentAttention(_) | LayerPlan::Mlp(_))
+    }
+
     /// How an attention rotates.
     pub(crate) fn rope(&self) -> Option<&heads::Rope> {
         match self {

@@ -26,6 +26,7 @@ pub mod plan {
     pub use crate::layers::shared::{Plan as Shared, Use};
 }
 
+mod adapters;
 mod audit;
 mod backward;
 mod chat;
@@ -61,6 +62,7 @@ mod trace;
 mod train;
 mod weights;
 
+pub use adapters::{ADAPTER_CONFIG, ADAPTER_TENSORS, AdapterChoice, PeftFolder, named_folder};
 pub use audit::{Audit, Finding, TensorReport};
 pub use config::{Config, ROPE_LENGTH};
 pub use engine::Engine;

@@ -1,3 +1,4 @@
+use crate::adapters::Adapters;
 use crate::decoder::{Decoder, Runner};
 use crate::generate::{self, Generation};
 use crate::machine::Machine;
@@ -8,7 +9,9 @@ use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Tokenizer;
 use crate::trace::{TraceHook, all_finite};
 use crate::weights::Weights;
-use crate::{Audit, Config, Grouping, ModelError, Run, Sampling, SamplingRule, Schedule, gguf};
+use crate::{
+    AdapterChoice, Audit, Config, Grouping, ModelError, PeftFolder, Run, Sampling, SamplingRule, Schedule, gguf,
+};
 use samebits_ops::device::Device;
 use samebits_ops::{Cpu, DType, Tensor, TensorRef};
 use std::collections::BTreeMap;
@@ -191,9 +194,77 @@ impl Model {
                 decoder.check(weights(), cpu)?;
                 decoder.update(weights(), cpu)?;
             }
-            None => self.decoder = Decoder::load(self.config(), weights(), dtype, cpu, true)?.into(),
+            None => {
+                let adapters = self.decoder.adapters.clone();
+                let mut decoder = Decoder::load(self.config(), weights(), dtype, cpu, true)?;
+                decoder.adapters = adapters;
+                self.decoder = decoder.into();
+            }
         }
         Ok(())
+    }
+
+    /// The same model with the adapters of some PEFT folders beside it, each under a name: every text has one of them or none
+    /// ([`AdapterChoice`]). Gradients are those of the only adapter then, and the weights of the model have none.
+    ///
+    /// # Errors
+    /// An adapter that does not fit the model, all that is wrong with it at once; a name that stands twice; a model on a device;
+    /// a forward that waits for its reverse pass.
+    pub fn with_adapters(mut self, cpu: &Cpu, folders: &[(String, PathBuf)]) -> Result<Model, ModelError> {
+        for (name, dir) in folders {
+            let folder = PeftFolder::read(dir, (&self.decoder.parameters, &self.decoder.adaptable))?;
+            self.adapters_mut()?.push(name, folder, cpu)?;
+        }
+        Ok(self)
+    }
+
+    /// Gives an adapter other tensors, f32 under their names in its folder. Where they are refused, it stays what it was.
+    ///
+    /// # Errors
+    /// A tensor that is missing, unexpected, of another shape or not finite; a model on a device; a forward that waits for its
+    /// reverse pass.
+    pub fn update_adapter(
+        &mut self,
+        name: &str,
+        tensors: &BTreeMap<String, TensorRef>,
+        cpu: &Cpu,
+    ) -> Result<(), ModelError> {
+        self.adapters_mut()?.update(name, tensors, cpu)
+    }
+
+    fn adapters_mut(&mut self) -> Result<&mut Adapters, ModelError> {
+        if self.is_on_device() {
+            return Err(ModelError::input("device", "adapters are packed on the processor; load the model there"));
+        }
+        let adapters = Arc::get_mut(&mut self.decoder).and_then(|decoder| Arc::get_mut(&mut decoder.adapters));
+        let waits = "a forward of the model waits for its reverse pass; drop it first";
+        adapters.ok_or_else(|| ModelError::input("adapter", waits))
+    }
+
+    /// The folder of the adapter that is chosen.
+    ///
+    /// # Errors
+    /// As [`Model::adapter`].
+    pub fn adapter_folder(&self, choice: &AdapterChoice) -> Result<Option<&PeftFolder>, ModelError> {
+        Ok(self.decoder.adapters.find(choice)?.map(|number| self.decoder.adapters.folder(number)))
+    }
+
+    /// Name and SHA-256 of every adapter ([`PeftFolder::sha256`]).
+    pub fn adapters(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.decoder.adapters.names()
+    }
+
+    /// The name of the adapter that is chosen; `None` for none.
+    ///
+    /// # Errors
+    /// One that the model does not have; no choice between several.
+    pub fn adapter(&self, choice: &AdapterChoice) -> Result<Option<&str>, ModelError> {
+        Ok(self.decoder.adapters.find(choice)?.map(|number| self.decoder.adapters.name(number)))
+    }
+
+    /// Name and shape of all that gradients are made of: every parameter, or those of the adapter.
+    pub fn trained(&self) -> &BTreeMap<String, Vec<usize>> {
+        self.decoder.trained()
     }
 
     /// The tensors of a Hugging Face folder in f32.
@@ -332,7 +403,8 @@ impl Model {
             let places = sequences.iter().enumerate().flat_map(|(b, tokens)| (0..tokens.len()).map(move |t| (b, t)));
             let mut rows = places.zip(logits.chunks_exact(vocab));
             let ((b, t), _) = rows.find(|(_, row)| !all_finite(row)).expect("one is not finite");
-            return Err(self.on(cpu).why_not_finite(b, &sequences[b][..=t], sequences[b].len()));
+            let adapter = self.decoder.adapters.find_all(run.adapters, sequences.len())?[b];
+            return Err(self.on(cpu).why_not_finite((b, adapter), &sequences[b][..=t], sequences[b].len()));
         }
         Ok(logits)
     }
@@ -401,6 +473,7 @@ impl Config {
 struct Fed<'a> {
     label: usize,
     tokens: &'a [i32],
+    adapter: Option<usize>,
     /// Row of its first token in the logits.
     row: usize,
     /// Its number in the cache, once it has begun.
@@ -416,8 +489,9 @@ fn forward(on: &Runner, sequences: &[&[i32]], run: &mut Run) -> Result<Vec<f32>,
     let mut logits = buffer(&[total, vocab])?;
     let mut row = 0;
     let mut fed: Vec<Fed> = Vec::new();
-    for (label, &tokens) in sequences.iter().enumerate() {
-        fed.push(Fed { label, tokens, row, number: None, done: 0 });
+    let adapters = on.decoder.adapters.find_all(run.adapters, sequences.len())?;
+    for (label, (&tokens, adapter)) in sequences.iter().zip(adapters).enumerate() {
+        fed.push(Fed { label, tokens, adapter, row, number: None, done: 0 });
         row += tokens.len();
     }
     let group = match run.grouping {
@@ -476,8 +550,10 @@ fn forward_round(
         pieces.push((i, tokens, right));
     }
     let number = |i: usize| fed[i].number.expect("it has begun");
-    let inputs =
-        pieces.iter().map(|(i, tokens, _)| SequenceInput { sequence: number(*i), label: fed[*i].label, tokens });
+    let inputs = pieces.iter().map(|(i, tokens, _)| {
+        let Fed { label, adapter, .. } = fed[*i];
+        SequenceInput { sequence: number(*i), label, tokens, adapter }
+    });
     let inputs: Vec<SequenceInput> = inputs.collect();
     let probe = run.probe.as_mut().map(|probe| &mut **probe as &mut dyn crate::Probe);
     let found = on.step(&inputs, states, Rows::All, &mut TraceHook::of(probe))?;

@@ -1,16 +1,20 @@
 //! One pass of a step through a model: how its layers call ops, show what they made and keep it.
 
 use crate::ModelError;
+use crate::adapters::Adapters;
+use crate::layers::low_rank::Rows;
 use crate::machine::{Machine, empty, typed};
 use crate::step::{Step, StepInputs};
 use crate::trace::TraceHook;
 use samebits_ops::{Attributes, Calls, DType, Element, Tensor, TensorMut, TensorRef};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 pub(crate) struct Pass<'a, 'p> {
     pub machine: &'a dyn Machine,
     /// What products and attention read.
     pub dtype: DType,
+    pub adapters: &'a Adapters,
     pub step: &'a Step,
     pub inputs: &'a StepInputs,
     /// The block that is run; `None` before the first and behind the last.
@@ -29,13 +33,23 @@ pub(crate) struct Pass<'a, 'p> {
 impl<'a, 'p> Pass<'a, 'p> {
     /// A pass before its first op. `keeps` says whether a reverse pass will follow.
     pub fn new(
-        (machine, dtype): (&'a dyn Machine, DType),
+        (machine, dtype, adapters): (&'a dyn Machine, DType, &'a Adapters),
         (step, inputs): (&'a Step, &'a StepInputs),
         hook: &'a mut TraceHook<'p>,
         calls: Calls,
         keeps: bool,
     ) -> Pass<'a, 'p> {
-        Pass { machine, dtype, step, inputs, layer: None, hook, calls, keeps, carried: None, rooms: BTreeMap::new() }
+        let (layer, carried, rooms) = (None, None, BTreeMap::new());
+        Pass { machine, dtype, adapters, step, inputs, layer, hook, calls, keeps, carried, rooms }
+    }
+
+    /// The rows of the step by the adapter that they have of the matrix that is called so; nothing where none has one.
+    pub fn adapted(&self, matrix: &str) -> Vec<Rows<'a>> {
+        let of = |(rows, adapter): &(Range<usize>, Option<usize>)| {
+            (rows.clone(), adapter.and_then(|number| self.adapters.of(number, matrix)))
+        };
+        let rows: Vec<Rows> = self.step.adapters.iter().map(of).collect();
+        if rows.iter().any(|(_, adapter)| adapter.is_some()) { rows } else { Vec::new() }
     }
 
     /// A tensor of any elements, to be written over.

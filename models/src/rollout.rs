@@ -94,7 +94,12 @@ impl Model {
         serving: &Serving,
         done: impl FnMut(Sample) -> Result<(), ModelError>,
     ) -> Result<Timing, ModelError> {
-        let each: Vec<_> = prompts.iter().map(|prompt| (prompt.clone(), sampling.clone())).collect();
+        let adapters = |i: usize| match &sampling.adapters[..] {
+            each if each.len() > 1 && each.len() == prompts.len() => vec![each[i].clone()],
+            all => all.to_vec(),
+        };
+        let of = |i: usize| Sampling { adapters: adapters(i), ..sampling.clone() };
+        let each: Vec<_> = prompts.iter().enumerate().map(|(i, prompt)| (prompt.clone(), of(i))).collect();
         self.rollout_each(cpu, &each, serving, done)
     }
 
@@ -227,6 +232,8 @@ impl Event {
 /// What is asked for together.
 struct Request {
     prompts: Vec<Vec<i32>>,
+    /// The number of the adapter of each, where it has one.
+    adapters: Vec<Option<usize>>,
     /// The number of the first of them.
     number: usize,
     sampling: Sampling,
@@ -235,6 +242,13 @@ struct Request {
     first: usize,
     /// Texts that have not ended.
     left: usize,
+}
+
+impl Request {
+    /// The adapter of a text's prompt.
+    fn adapter(&self, text: &Sample) -> Option<usize> {
+        self.adapters[text.prompt - self.number]
+    }
 }
 
 /// Texts that wait and texts on their way, over one cache. Requests come and go between any two steps.
@@ -292,6 +306,7 @@ impl Queue {
     ) -> Result<usize, ModelError> {
         let c = model.config();
         let rule = sampling.checked(c)?;
+        let adapters = model.decoder.adapters.find_all(&sampling.adapters, prompts.len())?;
         if !sampling.stop.is_empty() {
             model.tokenizer()?;
         }
@@ -317,7 +332,8 @@ impl Queue {
         if left > 0 {
             self.waiting.extend((0..prompts.len()).map(|prompt| (request, prompt, 0..sampling.samples)));
             let prompts = prompts.to_vec();
-            self.requests.insert(request, Request { prompts, number, sampling: sampling.clone(), rule, first, left });
+            let sampling = sampling.clone();
+            self.requests.insert(request, Request { prompts, adapters, number, sampling, rule, first, left });
         }
         Ok(request)
     }
@@ -422,7 +438,8 @@ impl Queue {
             .iter()
             .map(|text| {
                 let tokens = &text.pending[..text.pending.len().min(self.serving.chunk)];
-                SequenceInput { sequence: text.number, label: text.sample.sequence, tokens }
+                let adapter = self.requests[&text.request].adapter(&text.sample);
+                SequenceInput { sequence: text.number, label: text.sample.sequence, tokens, adapter }
             })
             .collect();
         let logits = on.step(&inputs, &mut self.states, Rows::Last, &mut TraceHook::default())?;
@@ -506,7 +523,8 @@ impl Queue {
             let (prompt, sample) = (&prompts[text.sample.prompt - number], &text.sample);
             if !all_finite(logits) {
                 let fed = [&prompt[..], &sample.tokens].concat();
-                return Err(on.why_not_finite(sample.sequence, &fed, sample.limit));
+                let label = (sample.sequence, self.requests[&text.request].adapter(sample));
+                return Err(on.why_not_finite(label, &fed, sample.limit));
             }
             let position = prompt.len() + sample.tokens.len();
             bits.push(random(sampling.seed, sample.sequence as u64, position as u64));

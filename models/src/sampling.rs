@@ -1,6 +1,6 @@
 //! What a request asks of its tokens, and what that makes of logits: docs/NUMERICS.md, section 6.
 
-use crate::{Config, Model, ModelError};
+use crate::{AdapterChoice, Config, Model, ModelError};
 use samebits_ops::{
     Attributes, Backend, Cpu, Logprob, Penalties, Tensor, Truncation, argmax, draw, logprob, penalize, random_halves,
     truncate,
@@ -241,12 +241,15 @@ pub struct Sampling {
     pub stop: Vec<String>,
     /// Tokens behind which it ends.
     pub stop_token_ids: Vec<i32>,
+    /// Which adapter each prompt has; one is for all, and none is [`AdapterChoice::Only`].
+    pub adapters: Vec<AdapterChoice>,
 }
 
 impl Default for Sampling {
     fn default() -> Sampling {
         let rule = SamplingRule::default();
-        Sampling { samples: 1, max_tokens: 64, rule, seed: 0, ignore_eos: false, stop: vec![], stop_token_ids: vec![] }
+        let (stop, stop_token_ids, adapters) = (vec![], vec![], vec![]);
+        Sampling { samples: 1, max_tokens: 64, rule, seed: 0, ignore_eos: false, stop, stop_token_ids, adapters }
     }
 }
 
@@ -400,8 +403,8 @@ impl SamplingRule {
 }
 
 impl Sampling {
-    /// Takes the settings that an object has by the names of the fields of the rule, and `stop` and `stop_token_ids`; what else
-    /// it has is not read.
+    /// Takes the settings that an object has by the names of the fields of the rule, and `stop`, `stop_token_ids` and `adapter` (a
+    /// name, null for none, or a list of them, one for each prompt); what else it has is not read.
     ///
     /// # Errors
     /// Every field that does not have the form of its setting.
@@ -410,6 +413,16 @@ impl Sampling {
         self.rule.read_all(&mut settings);
         settings.read("stop", &mut self.stop, "a text or a list of texts", texts_of);
         settings.read("stop_token_ids", &mut self.stop_token_ids, "a list of tokens", tokens_of);
+        // Null says something here.
+        let adapters = fields.get("adapter").map(|value| match value {
+            Value::Array(all) => all.iter().map(AdapterChoice::of).collect(),
+            one => AdapterChoice::of(one).map(|one| vec![one]),
+        });
+        match adapters {
+            None => {}
+            Some(Some(adapters)) => self.adapters = adapters,
+            Some(None) => settings.complaints.push(ModelError::input("adapter", "must be a name, or null for none")),
+        }
         ModelError::all(settings.complaints)
     }
 

@@ -1,4 +1,4 @@
-use crate::{ModelError, PageOrder, Probe};
+use crate::{AdapterChoice, ModelError, PageOrder, Probe};
 use std::fmt;
 use std::str::FromStr;
 
@@ -93,7 +93,7 @@ impl fmt::Display for Grouping {
     }
 }
 
-/// How sequences are run; but for what a probe changes, nothing here may move a bit.
+/// How sequences are run; but for their adapters and for what a probe changes, nothing here may move a bit.
 pub struct Run<'a> {
     /// How tokens are fed.
     pub schedule: Schedule,
@@ -105,6 +105,8 @@ pub struct Run<'a> {
     pub page_order: PageOrder,
     /// Whether logits may be NaN or infinite; else they are an error that says where that began.
     pub allow_nonfinite: bool,
+    /// The adapter of each sequence; one is for all, and none is [`AdapterChoice::Only`].
+    pub adapters: &'a [AdapterChoice],
     /// Who is shown what is computed on the way, and may change it.
     pub probe: Option<&'a mut dyn Probe>,
 }
@@ -120,6 +122,7 @@ impl Default for Run<'_> {
             page_size: PAGE_SIZE,
             page_order: PageOrder::Ascending,
             allow_nonfinite: false,
+            adapters: &[],
             probe: None,
         }
     }

@@ -28,6 +28,8 @@ pub(crate) struct SequenceInput<'a> {
     pub label: usize,
     /// At least one token.
     pub tokens: &'a [i32],
+    /// The number of its adapter, where it has one.
+    pub adapter: Option<usize>,
 }
 
 /// The rows of a step.
@@ -36,18 +38,26 @@ pub(crate) struct Step {
     starts: Vec<usize>,
     /// Label and position of each row.
     pub tokens: Vec<(usize, usize)>,
+    /// The adapters of rows one behind the other; nothing where none has one.
+    pub adapters: Vec<(Range<usize>, Option<usize>)>,
 }
 
 impl Step {
     /// The step of some sequences; every position gets a place in the states.
     pub fn of(machine: &dyn Machine, inputs: &[SequenceInput], states: &mut States) -> Result<Step, ModelError> {
-        let mut step = Step { starts: vec![0], tokens: Vec::new() };
+        let mut step = Step { starts: vec![0], tokens: Vec::new(), adapters: Vec::new() };
         for input in inputs {
             states.reserve(machine, input.sequence, input.tokens.len())?;
             let start = states.len(input.sequence);
             step.tokens.extend((start..start + input.tokens.len()).map(|pos| (input.label, pos)));
+            let rows = step.starts[step.starts.len() - 1]..step.tokens.len();
             step.starts.push(step.tokens.len());
+            match step.adapters.last_mut() {
+                Some((before, adapter)) if *adapter == input.adapter => before.end = rows.end,
+                _ => step.adapters.push((rows, input.adapter)),
+            }
         }
+        step.adapters.retain(|_| inputs.iter().any(|input| input.adapter.is_some()));
         Ok(step)
     }
 
@@ -61,7 +71,7 @@ impl Step {
         let last: Vec<usize> = self.starts[1..].iter().map(|end| end - 1).collect();
         let tokens = last.iter().map(|&row| self.tokens[row]).collect();
         let starts = (0..=last.len()).collect();
-        (last.into_iter().map(|row| row as i32).collect(), Step { starts, tokens })
+        (last.into_iter().map(|row| row as i32).collect(), Step { starts, tokens, adapters: Vec::new() })
     }
 
     /// How many sequences have tokens in it.
@@ -216,12 +226,15 @@ pub(crate) struct Form {
     pub recorded: Option<(Graph, Tensor)>,
 }
 
+/// What forms are told apart by.
+pub(crate) type FormKey = ([usize; 2], Vec<(Range<usize>, Option<usize>)>);
+
 /// What is kept of steps over a states.
 #[derive(Default)]
 pub(crate) struct Forms {
     /// By sequences, and the columns of the block table rounded up to a power of two: with the columns goes how far
-    /// attention is planned, so no length within them needs another plan.
-    pub recorded: HashMap<[usize; 2], Form>,
+    /// attention is planned, so no length within them needs another plan. And by the adapters of the rows.
+    pub recorded: HashMap<FormKey, Form>,
     /// Calls of ops that were checked.
     pub calls: Calls,
 }
@@ -231,7 +244,7 @@ const MOST_FORMS: usize = 16;
 
 impl Forms {
     /// Keeps a form for its next step.
-    pub fn keep(&mut self, key: [usize; 2], form: Form) {
+    pub fn keep(&mut self, key: FormKey, form: Form) {
         if self.recorded.len() >= MOST_FORMS {
             self.recorded.clear();
         }

@@ -61,6 +61,8 @@ impl Of {
 #[derive(Default)]
 pub(crate) struct Sums {
     all: BTreeMap<Of, Sum>,
+    /// Whether only matrices of adapters have gradients: those of the model are not summed.
+    pub frozen: bool,
     /// A tensor that nobody reads any more, to be written over.
     spare: Option<Tensor>,
 }
@@ -132,6 +134,9 @@ impl Sums {
         mask: &[i32],
         add: impl FnOnce(TensorRef, usize, &mut Tensor) -> Result<(), ModelError>,
     ) -> Result<(), ModelError> {
+        if self.frozen {
+            return Ok(());
+        }
         let sum = self.entry(cpu, of, rows, [CHAINS, n], Some(0))?;
         let before = sum.tokens.expect("it is a vector");
         let mut next = empty(cpu, DType::Fp32, &[CHAINS, n])?;
@@ -356,7 +361,7 @@ impl Partial {
     /// # Errors
     /// Sums of another model; too little memory.
     pub fn finish(self, cpu: &Cpu, model: &Model) -> Result<BTreeMap<String, Tensor>, ModelError> {
-        let parameters = model.parameters();
+        let parameters = model.trained();
         if let Some(of) = self.0.0.keys().find(|of| !parameters.contains_key(&of.name)) {
             return Err(ModelError::input("partial", format!("`{}` is no parameter of the model", of.name)));
         }

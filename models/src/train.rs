@@ -4,8 +4,9 @@
 //! nothing else of a step is kept, so a run that goes on from its weights and moments has the bits of one that never
 //! stopped.
 
+use crate::adapters::{Adapters, PeftFolder};
 use crate::decoder::Decoder;
-use crate::gradients::gradients;
+use crate::gradients::{Gradients, gradients};
 use crate::machine::typed;
 use crate::memory::buffer;
 use crate::sums::zeros;
@@ -36,11 +37,14 @@ pub struct Optimizer {
     pub max_norm: f64,
 }
 
-/// A model in training.
+/// A model in training, or an adapter of it.
 pub struct Trainer {
     config: Config,
+    /// What weights are rounded to: those of an adapter stay f32.
     dtype: DType,
-    /// Weights and moments of every parameter, in f32.
+    /// Where an adapter is trained.
+    adapted: Option<Adapted>,
+    /// Weights and moments of every parameter that is trained, in f32.
     state: BTreeMap<String, [Tensor; 3]>,
     /// What the next forward reads: the parameters rounded, and what is none and stays.
     tensors: BTreeMap<String, Arc<Tensor>>,
@@ -51,6 +55,13 @@ pub struct Trainer {
     /// The gradient that the head had in the last step: the first of a reverse pass, which is there together with all
     /// that was kept of the forward, so what a step holds at most does not grow. The system takes long to hand so much out again.
     spare: Option<Tensor>,
+}
+
+/// What an adapter in training is the adapter of, and what its folder says.
+struct Adapted {
+    decoder: Decoder,
+    folder: Arc<PeftFolder>,
+    sha256: String,
 }
 
 /// What a step made.
@@ -101,7 +112,49 @@ impl Trainer {
                 tensors.insert(name, Arc::new(values));
             }
         }
-        Ok(Trainer { config, dtype, state, tensors, step: 0, is_spoilt: false, spare: None })
+        Ok(Trainer { config, dtype, adapted: None, state, tensors, step: 0, is_spoilt: false, spare: None })
+    }
+
+    /// Begins with the adapter of the PEFT folder `adapter` beside the model of the folder `dir`, whose weights stay.
+    ///
+    /// # Errors
+    /// As [`Trainer::load`]; an adapter that does not fit the model, or that has a dropout.
+    pub fn load_adapter(
+        (dir, adapter): (&Path, &Path),
+        precision: Precision,
+        rope_length: Option<usize>,
+        cpu: &Cpu,
+        progress: impl FnMut(u64, u64),
+    ) -> Result<Trainer, ModelError> {
+        let mut config = Config::load(dir)?;
+        rope_length.map_or(Ok(()), |length| config.declare(length))?;
+        let files = Weights::open(dir)?.report_to(progress);
+        let decoder = Decoder::load(&config, files, precision.dtype(), cpu, true).map_err(|e| Audit::all_of(dir, e))?;
+        let folder = Arc::new(PeftFolder::read(adapter, (&decoder.parameters, &decoder.adaptable))?);
+        Adapters::of_training(&folder, folder.tensors(), cpu)?.trained(true)?;
+        let (mut state, mut digest) = (BTreeMap::new(), Sha256::new());
+        for read in Weights::read_all(dir)? {
+            let (name, values) = read?;
+            if decoder.parameters.contains_key(&name) {
+                digest.update(sha256([values.as_slice::<f32>().expect("it is f32, and on the host")]));
+            }
+        }
+        for (name, values) in folder.tensors() {
+            let own = round(cpu, values, DType::Fp32)?;
+            state.insert(name.clone(), [own, zeros(cpu, values.shape())?, zeros(cpu, values.shape())?]);
+        }
+        let sha256 = hex(digest);
+        let (config, dtype) = (decoder.config.clone(), DType::Fp32);
+        let tensors = state.iter().map(|(name, [own, ..])| Ok((name.clone(), Arc::new(round(cpu, own, dtype)?))));
+        let tensors = tensors.collect::<Result<_, ModelError>>()?;
+        let adapted = Some(Adapted { decoder, folder, sha256 });
+        Ok(Trainer { config, dtype, adapted, state, tensors, step: 0, is_spoilt: false, spare: None })
+    }
+
+    /// What the folder of the adapter says that is trained, where it is one, and the SHA-256 of the digests of the weights of its
+    /// model, in the order of their names.
+    pub fn adapter(&self) -> Option<(&PeftFolder, &str)> {
+        self.adapted.as_ref().map(|adapted| (&*adapted.folder, &adapted.sha256[..]))
     }
 
     /// Sizes and parameters.
@@ -182,6 +235,26 @@ impl Trainer {
         AdamW { lr, beta1, beta2, eps, weight_decay, step: self.step + 1 }
     }
 
+    /// Those of the next step.
+    fn gradients(
+        &mut self,
+        cpu: &Cpu,
+        batch: &Batch,
+        run: &GradientRun,
+        progress: impl FnMut(usize),
+    ) -> Result<Gradients, ModelError> {
+        let spare = self.spare.take();
+        let Some(Adapted { decoder, folder, .. }) = &mut self.adapted else {
+            let decoder = Decoder::load(&self.config, Weights::shared(&self.tensors), self.dtype, cpu, false)?;
+            return gradients(&decoder, cpu, batch, run, (None, spare), progress);
+        };
+        decoder.adapters = Arc::new(Adapters::of_training(folder, &self.tensors, cpu)?);
+        let found = gradients(decoder, cpu, batch, run, (None, spare), progress);
+        // A step writes over the tensors.
+        decoder.adapters = Arc::default();
+        found
+    }
+
     /// The next step.
     ///
     /// # Errors
@@ -197,10 +270,7 @@ impl Trainer {
     ) -> Result<StepReport, ModelError> {
         self.check(cpu, batch, run, optimizer)?;
         let (step, shape) = (self.step + 1, self.shape(optimizer));
-        let decoder = Decoder::load(&self.config, Weights::shared(&self.tensors), self.dtype, cpu, false)?;
-        let spare = self.spare.take();
-        let mut found = gradients(&decoder, cpu, batch, run, (None, spare), progress)?;
-        drop(decoder);
+        let mut found = self.gradients(cpu, batch, run, progress)?;
         let (norm, factor) = clip(cpu, &found.parameters, optimizer.max_norm)?;
         if !found.loss.is_finite() || !norm.is_finite() {
             let why =
@@ -263,6 +333,11 @@ pub(crate) fn sha256<'a>(all: impl IntoIterator<Item = &'a [f32]>) -> String {
             elements.iter().for_each(|element| digest.update(element.to_le_bytes()));
         }
     }
+    hex(digest)
+}
+
+/// A digest in hexadecimal digits.
+fn hex(digest: Sha256) -> String {
     digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

@@ -8,6 +8,7 @@
 use crate::config::{IMAGES, LENT, SOUNDS};
 use crate::error::escaped;
 use crate::files::{open, parse, read_object};
+use crate::layers::linear::Source;
 use crate::machine::typed;
 use crate::memory::buffer;
 use crate::{Config, ModelError, gguf, mxfp4, pth};
@@ -36,6 +37,10 @@ pub(crate) struct Weights<'a> {
     memory: BTreeMap<String, InMemory<'a>>,
     /// Whether these are no tensors but the list of those that are taken: each is there, without rows.
     pub lists: bool,
+    /// Whether the matrices that are taken may have adapters.
+    pub adapts: bool,
+    /// Those that may, by their names without what stands behind: the rows that products read.
+    pub adaptable: BTreeMap<String, Vec<Source>>,
     /// What every parameter is rounded to before it is read, if only to be widened again.
     rounded: Option<DType>,
     /// Name and shape of what was taken by [`Weights::tensor`].
@@ -167,6 +172,8 @@ impl<'a> Weights<'a> {
             source,
             memory: BTreeMap::new(),
             lists: false,
+            adapts: false,
+            adaptable: BTreeMap::new(),
             rounded: None,
             parameters,
             constants,
@@ -179,6 +186,20 @@ impl<'a> Weights<'a> {
     /// No tensors, but the list of those that are taken.
     pub fn listing() -> Weights<'a> {
         Weights { lists: true, ..Weights::empty(Path::new("a list")) }
+    }
+
+    /// The tensors of a single file.
+    pub fn open_file(path: &Path) -> Result<Weights<'a>, ModelError> {
+        let mut weights = Weights::empty(path);
+        weights.add_shard(path)?;
+        Ok(weights)
+    }
+
+    /// Notes rows of a matrix that may have an adapter.
+    pub fn adaptable(&mut self, rows: &Source) {
+        if self.adapts {
+            self.adaptable.entry(rows.name.clone()).or_default().push(rows.clone());
+        }
     }
 
     /// Those of a model in memory, each of floats on the host.

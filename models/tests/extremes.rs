@@ -102,6 +102,7 @@ fn runs_of_any_kind_end() {
             page_size: pick.of(&SIZES),
             page_order: pick.of(&[PageOrder::Ascending, PageOrder::Scattered]),
             allow_nonfinite: pick.below(2) == 0,
+            adapters: &[],
             probe: None,
         };
         let texts: Vec<Vec<i32>> = (0..pick.below(4)).map(|_| pick.tokens()).collect();

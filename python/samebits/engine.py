@@ -97,6 +97,10 @@ class Sample:
     """That of the engine."""
     sampling: Mapping[str, Any] = field(repr=False, default_factory=dict)
     """How tokens were sampled beside the temperature: the settings of `Engine.stream` that were asked for."""
+    adapter: str | None = field(repr=False, default=None)
+    """The name of the adapter that it was made with."""
+    adapter_sha256: str | None = field(repr=False, default=None)
+    """SHA-256 of that adapter."""
 
 
 def divisor(temperature: float) -> float:
@@ -176,8 +180,10 @@ class Token:
 class Stream(Iterator[Token]):
     """The tokens of a request as they are made. It ends its texts when it is closed or forgotten."""
 
-    def __init__(self, engine: _native.Engine, request: int, prompts: list[list[int]], of: tuple[Any, ...]) -> None:
-        self._engine, self._request, self._prompts, self._of = engine, request, prompts, of
+    def __init__(
+        self, engine: _native.Engine, request: int, prompts: list[list[int]], of: tuple[Any, ...], adapters: list[tuple[str | None, str | None]]
+    ) -> None:
+        self._engine, self._request, self._prompts, self._of, self._adapters = engine, request, prompts, of, adapters
         self._told: list[Token] = []
         self._open, self._process = True, os.getpid()
 
@@ -185,7 +191,7 @@ class Stream(Iterator[Token]):
         prompt, limit, tokens, logprobs, stop = text
         of = self._prompts[prompt]
         made = array(tokens, "int32"), array(logprobs, "float32")
-        return Sample(sequence, prompt, of, *made, stop, limit, *self._of)
+        return Sample(sequence, prompt, of, *made, stop, limit, *self._of, *self._adapters[prompt])
 
     def __next__(self) -> Token:
         while not self._told:
@@ -231,6 +237,9 @@ class Engine:
     their frequencies belong to it, and without it to the length that the model was trained on; a text that would grow beyond it
     is refused. `CausalLM` takes the same.
 
+    `adapters` are folders of PEFT by name, low-rank adapters that stand beside the model: texts with different ones, and without
+    one, are made in the same steps, and none has other bits for it.
+
     What is passed by of a folder (fields that no code reads, or whose value asks for nothing; buffers) is named once, in a warning;
     with `strict` it is a ValueError.
 
@@ -250,6 +259,7 @@ class Engine:
         page_order: str = "ascending",
         share_prompts: bool = True,
         rope_length: int | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         strict: bool = False,
     ) -> None:
         if isinstance(model, (str, os.PathLike)):
@@ -260,7 +270,8 @@ class Engine:
             text, folder = config_of(config_beside(model, config))
             tensors = tensors_of(model, _native.family(text, folder))
         how = (batch, chunk, page_size, page_order, share_prompts, rope_length)
-        self._native = _native.Engine(tensors, dtype, text, folder, *how)
+        beside = [(name, os.fspath(place)) for name, place in (adapters or {}).items()]
+        self._native = _native.Engine(tensors, dtype, text, folder, *how, beside)
         self._family = _native.family(text, folder)
         name_passed(self._native.passed(), folder, strict)
         self.dtype = dtype
@@ -289,6 +300,7 @@ class Engine:
         seed: int = 0,
         ignore_eos: bool = False,
         first: int = 0,
+        adapter: Any = ...,
     ) -> Stream:
         """Asks for `n` texts behind each prompt, and gives their tokens as they are made.
 
@@ -304,6 +316,9 @@ class Engine:
         One alone need not stand in a list. Texts are
         numbered from `first` on, and a text's random numbers belong to the seed, its number and its positions: prompts 0 to 9 in
         one request are those in two, the second of which has `first=5 * n`.
+
+        `adapter` is the name of one of the engine's, None for the model without, or a list with one for each prompt; without it all
+        texts have the only one, where there is one.
         """
         found = self.tokens(prompts)
         settings = asked(
@@ -322,10 +337,16 @@ class Engine:
         stops = [stop] if isinstance(stop, str) else list(stop)
         told = {**settings, "temperature": float(temperature), "stop": stops}
         told["stop_token_ids"] = [int(token) for token in stop_token_ids]
+        if adapter is not ...:
+            told["adapter"] = adapter if adapter is None or isinstance(adapter, str) else list(adapter)
         with self._lock:
-            version = self.version
+            version, known = self.version, self.adapters
             request = self._native.add(found, n, max_tokens, text_of(told), seed, ignore_eos, first)
-        return Stream(self._native, request, found, (version, self.rope_length, float(temperature), self.dtype, settings))
+        names = told.get("adapter", next(iter(known)) if len(known) == 1 else None)
+        names = names if isinstance(names, list) and len(names) != 1 else [names[0] if isinstance(names, list) else names] * len(found)
+        whose = [(name, None if name is None else known[name]) for name in names]
+        of = (version, self.rope_length, float(temperature), self.dtype, settings)
+        return Stream(self._native, request, found, of, whose)
 
     def generate(self, prompts: Any, n: int = 1, **sampling: Any) -> list[Sample]:
         """The texts that `stream` of the same arguments gives, in the order of their numbers."""
@@ -334,12 +355,18 @@ class Engine:
 
     def score(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Any]:
         """The log-probabilities of samples once more, each by one forward over prompt and tokens, by the settings that it was
-        sampled by: the bits of `logprobs`, with the weights that made them. Raises ValueError for samples of another dtype or rope
-        length than the engine's, or of another `temperature` than the one that is asked for.
+        sampled by: the bits of `logprobs`, with the weights that made them. Raises ValueError for samples of another dtype, rope
+        length or adapter than the engine's, or of another `temperature` than the one that is asked for.
         """
+        known = self.adapters
+        for sample in samples:
+            if sample.adapter is not None and known.get(sample.adapter) != sample.adapter_sha256:
+                made, here = sample.adapter_sha256, known.get(sample.adapter, "none")
+                line = f"adapter: sample {sample.sequence} was made with `{sample.adapter}` of SHA-256 {made}, the engine has {here}"
+                raise ValueError(f"{line}; two are not compared")
         comparable(samples, "the engine", self.dtype, self.rope_length if self._depends else None, temperature)
         rows: list[Any] = [None] * len(samples)
-        told = [text_of({**sample.sampling, "temperature": sample.temperature}) for sample in samples]
+        told = [text_of({**sample.sampling, "temperature": sample.temperature, "adapter": sample.adapter}) for sample in samples]
         for at in dict.fromkeys(told):
             places = [place for place, by in enumerate(told) if by == at]
             texts = [(samples[place].prompt_tokens, [int(token) for token in samples[place].tokens]) for place in places]
@@ -347,13 +374,17 @@ class Engine:
                 rows[place] = array(row, "float32")
         return rows
 
-    def update(self, state: Any, *, end: bool = False) -> int:
-        """Packs other weights, a state dictionary or a module, and gives the number of their version.
+    def update(self, state: Any, *, end: bool = False, adapter: str | None = None) -> int:
+        """Packs other weights, a state dictionary or a module, and gives the number of their version. With `adapter` they are those of
+        this adapter, f32 under the names that its folder has; of a `CausalLM` with one its parameters are taken.
 
         No text is made by two versions: while a request has texts that have not ended, RuntimeError names it and nothing is
         changed. With `end` such texts are ended as they are, with stop "ended". Weights that are refused leave the old ones.
         """
         with self._lock:
+            if adapter is not None:
+                tensors = dict(state.named_parameters()) if hasattr(state, "named_parameters") else dict(state)
+                return self._native.update({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, end, adapter)
             return self._native.update(tensors_of(state, self._family), end)
 
     def tokens(self, prompts: Any) -> list[list[int]]:
@@ -375,6 +406,13 @@ class Engine:
     def text(self, tokens: Any) -> str:
         """The text of some tokens, special ones left out."""
         return self._native.decode([int(token) for token in tokens])
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """SHA-256 of every adapter by name: of each tensor in the order of their names the name, the factor of its product (f64) and
+        its f32 elements, all little endian.
+        """
+        return self._native.adapters()
 
     @property
     def version(self) -> int:

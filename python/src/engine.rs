@@ -4,9 +4,7 @@ use crate::model::{Views, config_of, locked, refused, released, rope_length};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use samebits_models::{
-    Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, SamplingRule, Serving,
-};
+use samebits_models::{Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, Serving};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -60,7 +58,7 @@ impl Engine {
 impl Engine {
     /// By a folder alone, or by tensors with the text of a config.json or a folder.
     #[new]
-    #[pyo3(signature = (tensors, dtype, config, folder, batch, chunk, page_size, page_order, share_prompts, length))]
+    #[pyo3(signature = (tensors, dtype, config, folder, batch, chunk, page_size, page_order, share_prompts, length, adapters))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -74,6 +72,7 @@ impl Engine {
         page_order: &str,
         share_prompts: bool,
         length: Option<usize>,
+        adapters: Vec<(String, PathBuf)>,
     ) -> PyResult<Engine> {
         let precision: Precision = dtype.parse().map_err(refused)?;
         let page_order: PageOrder = page_order.parse().map_err(refused)?;
@@ -95,7 +94,7 @@ impl Engine {
                     samebits_models::Model::of_tensors(&config, tensors, precision, folder.as_deref(), cpu)?
                 }
             };
-            samebits_models::Engine::new(model, &serving, cpu)
+            samebits_models::Engine::new(model.with_adapters(cpu, &adapters)?, &serving, cpu)
         })?;
         let state = State { engine, events: BTreeMap::new(), failed: BTreeMap::new() };
         Ok(Engine { state: Mutex::new(state), process: std::process::id() })
@@ -175,8 +174,10 @@ impl Engine {
         })
     }
 
-    /// Packs other weights. With `end` what is on its way is ended first, and those who asked for it are told.
-    fn update(&self, py: Python<'_>, tensors: &Bound<'_, PyDict>, end: bool) -> PyResult<usize> {
+    /// Packs other weights, or those of an adapter. With `end` what is on its way is ended first, and those who asked for it are
+    /// told.
+    #[pyo3(signature = (tensors, end, adapter = None))]
+    fn update(&self, py: Python<'_>, tensors: &Bound<'_, PyDict>, end: bool, adapter: Option<&str>) -> PyResult<usize> {
         let views = Views::of("update", tensors)?;
         let tensors = views.tensors()?;
         self.run(py, |state, cpu| {
@@ -187,18 +188,30 @@ impl Engine {
                     Event { request, sequence, next: None, sample: Some(sample) }
                 }));
             }
-            state.engine.update(&tensors, cpu)?;
+            match adapter {
+                Some(adapter) => state.engine.update_adapter(adapter, &tensors, cpu)?,
+                None => state.engine.update(&tensors, cpu)?,
+            }
             Ok(state.engine.version())
+        })
+    }
+
+    /// Name and SHA-256 of every adapter.
+    fn adapters(&self, py: Python<'_>) -> PyResult<BTreeMap<String, String>> {
+        self.run(py, |state, _| {
+            let all = state.engine.model().adapters();
+            Ok(all.map(|(name, sha256)| (name.to_string(), sha256.to_string())).collect())
         })
     }
 
     /// Log-probabilities of tokens behind their prompts by one forward, as `next` tells them of texts sampled by these settings.
     fn score(&self, py: Python<'_>, texts: Vec<(Vec<i32>, Vec<i32>)>, settings: &str) -> PyResult<Vec<Vec<f32>>> {
-        let mut rule = SamplingRule::default();
-        rule.read(&object(settings)?).map_err(|e| PyValueError::new_err(e.to_string()))?;
+        let mut sampling = Sampling::default();
+        sampling.read(&object(settings)?).map_err(|e| PyValueError::new_err(e.to_string()))?;
+        let Sampling { rule, adapters, .. } = sampling;
         self.run(py, |state, cpu| {
             let texts: Vec<_> = texts.iter().map(|(prompt, tokens)| (&prompt[..], &tokens[..], &rule)).collect();
-            state.engine.model().score(cpu, &texts, Run::default())
+            state.engine.model().score(cpu, &texts, Run { adapters: &adapters, ..Run::default() })
         })
     }
 

@@ -11,7 +11,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use samebits_contract::atomic_write::AtomicFile;
 use samebits_contract::wire::write_tensors;
-use samebits_models::{Config, GradientRun, ModelError, Partial, Precision, Ruled, Run, Sampled, SamplingRule};
+use samebits_models::{
+    AdapterChoice, Config, GradientRun, ModelError, Partial, Precision, Ruled, Run, Sampled, SamplingRule,
+};
 use samebits_ops::{Cpu, DType, TensorRef, bf16, f16};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -209,14 +211,17 @@ pub struct Model(Mutex<Held>);
 
 struct Held {
     model: samebits_models::Model,
-    /// What was packed last.
-    fingerprint: Vec<u32>,
+    /// What was packed last, of the model and of its adapter.
+    fingerprints: [Vec<u32>; 2],
 }
+
+/// What its only adapter is called.
+const ADAPTER: &str = "adapter";
 
 #[pymethods]
 impl Model {
     #[new]
-    #[pyo3(signature = (tensors, dtype, config = None, folder = None, rope_length = None))]
+    #[pyo3(signature = (tensors, dtype, config = None, folder = None, rope_length = None, adapter = None))]
     fn new(
         py: Python<'_>,
         tensors: &Bound<'_, PyDict>,
@@ -224,6 +229,7 @@ impl Model {
         config: Option<&str>,
         folder: Option<PathBuf>,
         rope_length: Option<usize>,
+        adapter: Option<PathBuf>,
     ) -> PyResult<Model> {
         let precision: Precision = dtype.parse().map_err(refused)?;
         let config = config_of(config, folder.as_deref(), rope_length).map_err(refused)?;
@@ -231,26 +237,46 @@ impl Model {
         let tensors = views.tensors()?;
         let held = released(py, "model", |cpu| {
             let model = samebits_models::Model::of_tensors(&config, &tensors, precision, folder.as_deref(), cpu)?;
-            Ok(Held { model, fingerprint: fingerprint(&tensors) })
+            let adapters: Vec<_> = adapter.into_iter().map(|dir| (ADAPTER.to_string(), dir)).collect();
+            let model = model.with_adapters(cpu, &adapters)?;
+            Ok(Held { model, fingerprints: [fingerprint(&tensors), Vec::new()] })
         })?;
         Ok(Model(Mutex::new(held)))
     }
 
-    /// Packs the weights anew where an element of them is another one than last time; whether it was so.
-    fn refresh(&self, py: Python<'_>, tensors: &Bound<'_, PyDict>) -> PyResult<bool> {
+    /// Packs the weights, or those of the adapter, anew where an element of them is another one than last time; whether it was so.
+    #[pyo3(signature = (tensors, of_adapter = false))]
+    fn refresh(&self, py: Python<'_>, tensors: &Bound<'_, PyDict>, of_adapter: bool) -> PyResult<bool> {
         let views = Views::of("model", tensors)?;
         let tensors = views.tensors()?;
         locked(py, "model", &self.0, |held, cpu| {
-            let fingerprint = fingerprint(&tensors);
-            if fingerprint == held.fingerprint {
+            let (fingerprint, which) = (fingerprint(&tensors), usize::from(of_adapter));
+            if fingerprint == held.fingerprints[which] {
                 return Ok(false);
             }
             // Of no weights, where the update ends in the middle.
-            held.fingerprint.clear();
-            held.model.update(&tensors, cpu)?;
-            held.fingerprint = fingerprint;
+            held.fingerprints[which].clear();
+            match of_adapter {
+                true => held.model.update_adapter(ADAPTER, &tensors, cpu)?,
+                false => held.model.update(&tensors, cpu)?,
+            }
+            held.fingerprints[which] = fingerprint;
             Ok(true)
         })
+    }
+
+    /// The tensors of the adapter as its folder has them, and the text of its config; None where there is none.
+    fn adapter(&self, py: Python<'_>) -> PyResult<Option<(BTreeMap<String, Tensor>, String)>> {
+        let found = locked(py, "model", &self.0, |held, _| {
+            let Some(folder) = held.model.adapter_folder(&AdapterChoice::Only)? else { return Ok(None) };
+            let mut tensors = BTreeMap::new();
+            for (name, tensor) in folder.tensors() {
+                let values = tensor.as_slice::<f32>().expect("it is f32, and on the host").to_vec();
+                tensors.insert(name.clone(), samebits_ops::Tensor::new(values, tensor.shape())?);
+            }
+            Ok(Some((tensors, folder.config())))
+        })?;
+        Ok(found.map(|(tensors, config)| (all_lent(tensors), config)))
     }
 
     /// A line for each field and kind of tensor of its folder that was passed by.

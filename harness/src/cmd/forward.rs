@@ -97,6 +97,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         page_size: args.page_size,
         page_order: args.page_order,
         allow_nonfinite: args.nonfinite.allow_nonfinite,
+        adapters: &[],
         probe: writer.as_mut().map(|writer| writer as _),
     };
     let found = model.forward_run(&cpu, &sequences, run).map_err(|e| match tokens.in_file(or_allow(e)) {

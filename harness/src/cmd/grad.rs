@@ -17,7 +17,8 @@ use std::process::ExitCode;
 /// of top-k, penalties and so on in `sampling`, one object for all or a list, behind prompts of `prompt_len`, i32 [B], tokens (or up
 /// to the first that counts). A policy at another temperature or of another dtype is refused. With `mask`, i32 [B, T],
 /// only the log-probabilities of tokens at a 1 count, each given the tokens before it; without it all but those of
-/// first tokens do. Writes a safetensors file with the f32 gradient of every parameter under its name in the folder,
+/// first tokens do. Writes a safetensors file with the f32 gradient of every parameter under its name in the folder (with
+/// --adapter of the matrices of the adapter alone, under theirs),
 /// `loss` [1], `per_sequence` [B] and `logprob` [B, T]. Only the sequences, their order, the loss and --groups decide
 /// its bits: micro-batches, padding, packing, ranks, recomputation, the instruction set, threads and the budget do not.
 #[derive(clap::Args)]

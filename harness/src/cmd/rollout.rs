@@ -1,9 +1,10 @@
 use super::{Folder, Machine, On, counting, place, sampling, warn};
 use anyhow::{Context, Result, bail, ensure};
 use samebits_contract::atomic_write;
-use samebits_models::{Encoded, Model, PageOrder, Precision, Sample, Sampling, Serving};
+use samebits_models::{AdapterChoice, Encoded, Model, ModelError, PageOrder, Precision, Sample, Sampling, Serving};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -21,7 +22,7 @@ pub struct Args {
     /// Prompts, one in each line. FILE.txt: texts, whatever they look like. FILE.jsonl: {"prompt": "a text"}, {"tokens": [1, 2]}, or
     /// {"messages": [{"role": "user", "content": ".."}]} for the folder's chat template; beside them a line may have settings of
     /// its own: temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias
-    /// ({"17": -2.5}), banned_tokens, allowed_tokens, stop, stop_token_ids
+    /// ({"17": -2.5}), banned_tokens, allowed_tokens, stop, stop_token_ids; and adapter, the name of an --adapter, null for none
     #[arg(long, value_name = "FILE")]
     prompts: PathBuf,
 
@@ -119,17 +120,24 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     samples.sort_by_key(|sample| sample.sequence);
 
-    let first = json!({
+    let adapters: BTreeMap<&str, &str> = model.adapters().collect();
+    let mut first = json!({
         "samebits": "rollout", "version": env!("CARGO_PKG_VERSION"), "dtype": args.dtype.name(),
         "rope_length": model.config().longest(), "temperature": sampling.rule.temperature, "seed": sampling.seed, "samples": args.samples, "sequences": samples.len(),
     });
+    if !adapters.is_empty() {
+        first["adapters"] = json!(adapters);
+    }
     let mut text = format!("{first}\n");
     for sample in &samples {
         let (prompt, sampling) = &prompts[sample.prompt];
-        let line = json!({
+        let mut line = json!({
             "sequence": sample.sequence, "prompt": sample.prompt, "limit": sample.limit, "sampling": sampling.rule.json(),
             "prompt_tokens": prompt, "tokens": sample.tokens, "logprobs": sample.logprobs, "stop": sample.stop.name(),
         });
+        if !adapters.is_empty() {
+            line["adapter"] = json!(adapter_of(&model, sampling)?);
+        }
         text += &format!("{line}\n");
     }
     match &args.out {
@@ -137,6 +145,11 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         None => std::io::stdout().lock().write_all(text.as_bytes())?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The name of the adapter of a prompt, where it has one.
+fn adapter_of<'m>(model: &'m Model, sampling: &Sampling) -> Result<Option<&'m str>, ModelError> {
+    model.adapter(sampling.adapters.first().unwrap_or(&AdapterChoice::Only))
 }
 
 /// A line of a .jsonl file; what else it says is the user's.
@@ -169,6 +182,7 @@ fn prompts(model: &Model, path: &Path, sampling: &Sampling) -> Result<Vec<(Vec<i
             false => model.encode(line).map_err(Into::into),
             true => of_line(model, line, |settings| {
                 let read = sampling.read(settings).and_then(|()| sampling.check(model.config()));
+                let read = read.and_then(|()| adapter_of(model, &sampling).map(drop));
                 complaints.extend(read.err().map(|wrong| format!("{}: {wrong}", at())));
             }),
         };

@@ -1,8 +1,9 @@
 use super::{Folder, Machine, On, counting, place};
 use anyhow::{Context, Result, bail, ensure};
-use samebits_models::{Config, Grouping, PageOrder, Precision, Run, SamplingRule, Schedule};
+use samebits_models::{AdapterChoice, Config, Grouping, PageOrder, Precision, Run, SamplingRule, Schedule};
 use serde::Deserialize;
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -60,6 +61,9 @@ struct First {
     rope_length: Option<usize>,
     temperature: f64,
     sequences: usize,
+    /// The adapters of the run by name, and the SHA-256 of each.
+    #[serde(default)]
+    adapters: BTreeMap<String, String>,
     /// Settings of all texts that say no other, beside what is not read.
     #[serde(flatten)]
     others: Map<String, Value>,
@@ -69,6 +73,8 @@ struct First {
 #[derive(Deserialize)]
 struct Text {
     sequence: usize,
+    /// The name of its adapter.
+    adapter: Option<String>,
     /// Rollouts of older versions have none: all texts have the temperature of the first line.
     sampling: Option<Map<String, Value>>,
     #[serde(skip)]
@@ -93,12 +99,16 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     if first.rope_length.is_none() && depends(model.config()) {
         bail!("{}:1: has no `rope_length`, which this model's log-probabilities depend on", args.rollout.display());
     }
+    check_adapters(args, &first, model.adapters())?;
     let model = place(model, &cpu, device.as_ref())?;
     let bar = counting(texts.len());
     let mut found = Found::default();
     for group in texts.chunks(args.batch) {
         let asked: Vec<_> = group.iter().map(|text| (&text.prompt_tokens[..], &text.tokens[..], &text.rule)).collect();
+        let choice = |text: &Text| text.adapter.clone().map_or(AdapterChoice::Plain, AdapterChoice::Named);
+        let adapters: Vec<AdapterChoice> = group.iter().map(choice).collect();
         let run = Run {
+            adapters: &adapters,
             schedule: args.schedule,
             grouping: Grouping::Together,
             page_size: args.page_size,
@@ -115,6 +125,26 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let text = if args.json { found.json(texts.len()).to_string() } else { found.text(texts.len()) };
     writeln!(std::io::stdout().lock(), "{text}")?;
     Ok(ExitCode::from(u8::from(found.differ > 0)))
+}
+
+/// Refuses adapters that are not those of the rollout: log-probabilities of two are not compared.
+fn check_adapters<'m>(args: &Args, first: &First, given: impl Iterator<Item = (&'m str, &'m str)>) -> Result<()> {
+    let (path, given) = (args.rollout.display(), given.collect::<BTreeMap<_, _>>());
+    for (name, made) in &first.adapters {
+        match given.get(&name[..]) {
+            None => bail!("{path}:1: texts were made with the adapter `{name}`; give it with --adapter {name}=DIR"),
+            Some(sha256) if sha256 != made => {
+                bail!(
+                    "--adapter {name}: its SHA-256 is {sha256}; {path} was made with {made}, and two are not compared"
+                )
+            }
+            Some(_) => {}
+        }
+    }
+    if let Some(name) = given.keys().find(|name| !first.adapters.contains_key(**name)) {
+        bail!("--adapter {name}: {path} was made without an adapter of this name; leave it out");
+    }
+    Ok(())
 }
 
 /// The texts of a rollout that have tokens.

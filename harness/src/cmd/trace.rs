@@ -38,6 +38,10 @@ pub struct Args {
     #[arg(long, value_name = "N")]
     rope_length: Option<usize>,
 
+    /// PEFT folder of a low-rank adapter of the model, which all texts have; for settings
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<String>,
+
     /// Values may differ by so much of the largest value at a site; 0: not by a bit
     #[arg(long, default_value_t = 0.0, value_name = "SHARE")]
     tolerance: f64,
@@ -52,6 +56,14 @@ pub struct Args {
 
     #[command(flatten)]
     machine: Machine,
+}
+
+impl Args {
+    /// The folder of settings.
+    fn folder(&self, model: &Path) -> Folder {
+        let adapter = self.adapter.iter().cloned().collect();
+        Folder { model: model.into(), adapter, strict: false, rope_length: self.rope_length }
+    }
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
@@ -110,7 +122,7 @@ fn dump(args: &Args, settings: &str, path: &Path) -> Result<()> {
     let cpu = Cpu::new(isa, threads, usize::MAX)?;
     let device = open_target(target).with_context(|| settings.to_string())?;
     let read = Tokens::read(tokens)?;
-    let folder = Folder { model: model.clone(), strict: false, rope_length: args.rope_length };
+    let folder = args.folder(model);
     let model = folder.load(dtype, &cpu, read.rope_length.map(|length| (&**tokens, length)))?;
     let model = place(model, &cpu, device.as_ref())?;
     let sequences = read.sequences();
@@ -163,7 +175,7 @@ fn dump_gradients(args: &Args, settings: &str, path: &Path) -> Result<()> {
     };
     let cpu = Cpu::new(isa, threads, budget)?;
     let examples = Examples::read(tokens, LossOptions::of(loss, entropy).at(temperature), dtype)?;
-    let folder = Folder { model: model.clone(), strict: false, rope_length: args.rope_length };
+    let folder = args.folder(model);
     let model = folder.load(dtype, &cpu, examples.tokens.rope_length.map(|length| (&**tokens, length)))?;
     let mut writer = Writer::create(path, args.cap).with_context(|| path.display().to_string())?;
     let batch = examples.all.batch(groups);

@@ -6,7 +6,10 @@ use anyhow::{Context, Result, bail, ensure};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use samebits_contract::atomic_write::{self, AtomicFile};
 use samebits_contract::wire::write_tensors;
-use samebits_models::{Config, ModelError, Optimizer, Precision, ROPE_LENGTH, StepReport, Trainer, folder_files};
+use samebits_models::{
+    ADAPTER_CONFIG, ADAPTER_TENSORS, Config, ModelError, Optimizer, Precision, ROPE_LENGTH, StepReport, Trainer,
+    folder_files, named_folder,
+};
 use samebits_ops::{self as ops, Cpu};
 use samebits_schema::{adamw, clip_factor};
 use serde_json::{Map, Value, json};
@@ -19,9 +22,11 @@ use std::time::Instant;
 
 /// Trains a model: steps of AdamW over sequences in logical order
 ///
+/// With --adapter the adapter is trained, in f32 whatever --dtype says, and the model stays: a PEFT folder is written.
 /// Reads sequences as `samebits grad` does; step n has the B that follow those of step n - 1, from the first again
 /// behind the last. Writes into a folder: steps.jsonl with loss, gradient norm and SHA-256 of all weights of each step,
-/// state.safetensors with weights and moments in f32, and behind the last step a Hugging Face folder's files. A run
+/// state.safetensors with weights and moments in f32, and behind the last step a Hugging Face folder's files, or a PEFT
+/// folder's. A run
 /// that was killed goes on from the state when it is started again, and ends with the same bits; with more --steps a
 /// finished one goes on too.
 #[derive(clap::Args)]
@@ -111,7 +116,12 @@ fn train(args: &Args) -> Result<ExitCode> {
     atomic_write::create_folder(&args.out).with_context(at_out)?;
     let (state, lines) = (place("state.safetensors"), place("steps.jsonl"));
     let goes_on = state.exists();
-    ensure!(goes_on || !place("config.json").exists(), "{}: holds a model and no run; name another folder", at_out());
+    let holds = |name: &str| place(name).exists();
+    ensure!(
+        goes_on || !holds("config.json") && !holds(ADAPTER_CONFIG),
+        "{}: holds a model and no run; name another folder",
+        at_out()
+    );
     atomic_write::remove_leftovers(&args.out).with_context(at_out)?;
     let examples = Examples::read(&args.data, args.loss, args.dtype)?;
     let [sequences, _] = examples.tokens.shape();
@@ -126,7 +136,7 @@ fn train(args: &Args) -> Result<ExitCode> {
     };
     let length = args.folder.rope_length(&Config::load(dir)?, recorded)?;
     let loading = Loading::of(dir);
-    let mut trainer = Trainer::load(dir, args.dtype, length, &cpu, |done, total| loading.at(done, total))?;
+    let mut trainer = load(args, length, &cpu, |done, total| loading.at(done, total))?;
     drop(loading);
     args.folder.pass(trainer.config())?;
     examples.tokens.check(trainer.config(), &args.data)?;
@@ -189,22 +199,45 @@ fn train(args: &Args) -> Result<ExitCode> {
         }
     }
     bar.finish_and_clear();
+    write(args, &trainer).with_context(at_out)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The model, or the adapter of it that is trained.
+fn load(args: &Args, length: Option<usize>, cpu: &Cpu, progress: impl FnMut(u64, u64)) -> Result<Trainer> {
+    let dir = &args.folder.model;
+    match &args.folder.adapter[..] {
+        [] => Ok(Trainer::load(dir, args.dtype, length, cpu, progress)?),
+        [adapter] => {
+            let (_, adapter) = named_folder(adapter)?;
+            Ok(Trainer::load_adapter((dir, &adapter), args.dtype, length, cpu, progress)?)
+        }
+        _ => bail!("--adapter: is there more than once; one is trained"),
+    }
+}
+
+/// What a run has made: the files of a Hugging Face folder, or of a PEFT folder.
+fn write(args: &Args, trainer: &Trainer) -> Result<()> {
+    let (dir, place) = (&args.folder.model, |name: &str| args.out.join(name));
     let tensors = trainer.tensors().iter().map(|(name, tensor)| (name.clone(), &**tensor)).collect();
     let metadata = BTreeMap::from([("format".into(), "pt".into())]);
-    save(&place("model.safetensors"), &tensors, &metadata).with_context(at_out)?;
+    if let Some((adapter, _)) = trainer.adapter() {
+        save(&place(ADAPTER_TENSORS), &tensors, &metadata)?;
+        // Last: with it the folder is whole.
+        return Ok(atomic_write::write(&place(ADAPTER_CONFIG), adapter.config().as_bytes())?);
+    }
+    save(&place("model.safetensors"), &tensors, &metadata)?;
     for (name, from) in folder_files(dir)? {
         let bytes = std::fs::read(&from).with_context(|| from.display().to_string())?;
         if let Some(folder) = place(&name).parent() {
-            std::fs::create_dir_all(folder).with_context(at_out)?;
+            std::fs::create_dir_all(folder)?;
         }
-        atomic_write::write(&place(&name), &bytes).with_context(at_out)?;
+        atomic_write::write(&place(&name), &bytes)?;
     }
-    // Last: with it the folder is whole.
     let depends = trainer.config().trained_length().is_some();
     let length = depends.then(|| trainer.config().longest());
     let config = trained_config(dir, args.dtype, length)?;
-    atomic_write::write(&place("config.json"), &config).with_context(at_out)?;
-    Ok(ExitCode::SUCCESS)
+    Ok(atomic_write::write(&place("config.json"), &config)?)
 }
 
 /// The rope length of the run whose state this is, where it recorded one.
@@ -245,6 +278,7 @@ fn settings(args: &Args, trainer: &Trainer, temperature: f64) -> Result<Value> {
     config.sort_all_objects();
     Ok(json!({
         "model": trainer.sha256(),
+        "adapter": trainer.adapter().map(|(adapter, model)| [model.into(), sha256(adapter.config().as_bytes())]),
         // As its fields have it, whatever stands between them.
         "config": sha256(config.to_string().as_bytes()),
         "rope_length": rope_length,

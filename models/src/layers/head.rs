@@ -131,8 +131,13 @@ impl Head {
     ) -> Result<Tensor, ModelError> {
         let (lse, head) = (&of_rows.lse, &self.linear);
         let mut da = back.pass.empty(DType::Fp32, a.shape())?;
+        // The op of the whole would make the gradient of the matrix.
         let whole = match of_rows.stretches[..] {
-            [Stretch { temperature, text: None, .. }] if self.is_product() && dentropy.is_none() => Some(temperature),
+            [Stretch { temperature, text: None, .. }]
+                if self.is_product() && dentropy.is_none() && !back.sums.frozen =>
+            {
+                Some(temperature)
+            }
             _ => None,
         };
         if let Some(temperature) = whole {

@@ -58,6 +58,8 @@ impl Indexer {
     /// That of an attention whose queries are made from a vector of `rank` elements.
     pub fn load(loader: &mut Loader, plan: &Plan, [hidden, rank]: [usize; 2]) -> Result<Indexer, ModelError> {
         let &Plan { heads, dim, rope, .. } = plan;
+        // Nothing goes back through what they choose.
+        loader.weights.adapts = false;
         let q = loader.linear("self_attn.indexer.wq_b", heads * dim, rank, false)?;
         let k = loader.linear("self_attn.indexer.wk", dim, hidden, false)?;
         let norm = Norm::load(loader, "self_attn.indexer.k_norm", dim, &NORM)?;

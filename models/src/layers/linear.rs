@@ -1,5 +1,6 @@
 //! A matrix: packed for the processor, as it was loaded, or on a device; its products, and the gradients of those.
 
+use super::low_rank;
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::machine::{Index, Machine, empty, typed};
@@ -118,6 +119,11 @@ impl Linear {
         Ok(())
     }
 
+    /// The rows of each of the matrices: elements that a product makes.
+    pub fn rows(&self) -> usize {
+        self.n
+    }
+
     /// One of the matrices, `[n,k]`.
     pub fn matrix(&self, number: usize) -> TensorRef<'_> {
         match &self.weight {
@@ -148,8 +154,20 @@ impl Linear {
         Ok(y)
     }
 
-    /// [`Linear::apply`] of one of the matrices, into what is there.
+    /// [`Linear::apply`] of one of the matrices, into what is there; of rows that have an adapter of it, with that.
     pub fn apply_to(&self, pass: &mut Pass, number: usize, x: TensorRef, y: TensorMut) -> Result<(), ModelError> {
+        let source = &self.sources[number];
+        let adapted = pass.adapted(&source.name);
+        if adapted.is_empty() {
+            return self.product(pass, number, x, y);
+        }
+        let mut base = pass.empty(DType::Fp32, y.shape())?;
+        self.product(pass, number, x, base.view_mut())?;
+        low_rank::add_to(pass, &adapted, source.start, (x, &base), y)
+    }
+
+    /// The product with one of the matrices alone.
+    pub fn product(&self, pass: &mut Pass, number: usize, x: TensorRef, y: TensorMut) -> Result<(), ModelError> {
         let (w, none) = (self.matrix(number), Attributes::new());
         match self.bias(number) {
             Some(bias) => pass.op("gemm", &none, &[("x", x), ("w", w), ("bias", bias)], [("y", y)]),
@@ -158,7 +176,7 @@ impl Linear {
     }
 
     /// From `dy[M,N]` in f32, of x that one of the matrices was applied to: that of x, `[M,K]` of `dtype`. Those of the
-    /// matrix and its bias are added to what earlier tokens have left of them.
+    /// matrix and its bias, or of the adapter, are added to what earlier tokens have left of them.
     pub fn backward(
         &self,
         back: &mut Backward,
@@ -172,9 +190,14 @@ impl Linear {
         if self.bias(number).is_some() {
             back.add_bias(source, dy, mask)?;
         }
-        let dy = back.rounded(dy)?;
-        back.add_matrix(source, x, dy.view(), mask)?;
-        self.input_gradient(back, number, dy.view(), dtype)
+        let rounded = back.rounded(dy)?;
+        back.add_matrix(source, x, rounded.view(), mask)?;
+        let adapted = back.pass.adapted(&source.name);
+        if adapted.is_empty() {
+            return self.input_gradient(back, number, rounded.view(), dtype);
+        }
+        let dx = self.input_gradient(back, number, rounded.view(), DType::Fp32)?;
+        low_rank::add_backward(back, &adapted, source.start, (x, dy), (mask, dx, dtype))
     }
 
     /// From `dy[M,N]` of what products read, `[M,K]`: that of x alone.

@@ -84,6 +84,7 @@ impl Loader<'_, '_> {
     pub fn linear(&mut self, part: &str, n: usize, k: usize, bias: bool) -> Result<Linear, ModelError> {
         let w = self.matrix(part, n, k)?;
         let source = Source { transposed: self.transposed, ..Source::whole(self.name(part), n) };
+        self.weights.adaptable(&source);
         Linear::new(self.cpu, source, w, self.bias(part, n, bias)?, self.packs)
     }
 
@@ -127,7 +128,7 @@ impl Loader<'_, '_> {
 
     /// [`Loader::parts`] of matrices that have been read, from row `first` on.
     pub fn cut<const N: usize>(
-        &self,
+        &mut self,
         part: &str,
         whole: &Tensor,
         bias: Option<&Tensor>,
@@ -141,7 +142,7 @@ impl Loader<'_, '_> {
 
     /// The same of what `of` says.
     fn cut_as<const N: usize>(
-        &self,
+        &mut self,
         of: &Source,
         whole: &Tensor,
         bias: Option<&Tensor>,
@@ -153,6 +154,7 @@ impl Loader<'_, '_> {
         let mut made = Vec::new();
         for width in widths {
             let source = Source { size, start, width, ..of.clone() };
+            self.weights.adaptable(&source);
             // A list has no rows.
             let there = if self.weights.lists { 0 } else { groups * width };
             let rows = Index::Host(source.rows().take(there).map(|row| row as i32).collect());
@@ -184,7 +186,7 @@ mod tests {
         let cpu = Cpu::best();
         let mut weights = Weights::open(&dir).unwrap();
         let prefix = String::new();
-        let loader =
+        let mut loader =
             Loader { dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, prefix, packs: true, transposed: false };
         let whole = Tensor::new((0..12u8).map(f32::from).collect(), &[6, 2]).unwrap();
         let bias = Tensor::new((0..6u8).map(f32::from).collect(), &[6]).unwrap();

@@ -297,7 +297,10 @@ impl Moe {
             None => None,
             Some(Shared { mlp, name, gate }) => {
                 let prefix = name.map_or(String::new(), |name| format!("{block}.{name}."));
+                // They read every row of a step, as layers do that stand alone.
+                loader.weights.adapts = true;
                 let mlp = Mlp::load_as(loader, &prefix, mlp)?;
+                loader.weights.adapts = false;
                 let gate = gate.map(|gate| loader.linear(&format!("{block}.{gate}"), 1, hidden, false)).transpose()?;
                 Some(SharedExperts { mlp, gate })
             }
@@ -450,10 +453,12 @@ impl Moe {
         ];
         let outputs = [("dx", deach.view_mut()), ("dweight", dbefore.view_mut())];
         back.pass.op("combine_backward", &Attributes::new(), &inputs, outputs)?;
-        let mask = back.mask_of_rows(self.plan.chosen);
-        let (dw, rows) = back.sums.table(Of::table(&scale.name), 1, experts)?;
-        let deach = deach.as_slice::<f32>().expect("it is f32, and on the host");
-        embedding_dw(back.cpu, 1, deach, &rows, Some(&mask), dw)?;
+        if !back.sums.frozen {
+            let mask = back.mask_of_rows(self.plan.chosen);
+            let (dw, rows) = back.sums.table(Of::table(&scale.name), 1, experts)?;
+            let deach = deach.as_slice::<f32>().expect("it is f32, and on the host");
+            embedding_dw(back.cpu, 1, deach, &rows, Some(&mask), dw)?;
+        }
         dbefore.reshape(dweight.shape());
         *dweight = dbefore;
         Ok(())

@@ -47,6 +47,9 @@ class CausalLM(torch.nn.Module):
     A log-probability, a logit or a gradient that is not finite although weights and gradients given are is a ValueError, which
     names the layer, the op, the sequence and the token where it began; with `allow_nonfinite` it comes out as it is.
 
+    `adapter` is a folder of PEFT, a low-rank adapter beside the model: its matrices, f32 under the names of that folder, are the
+    parameters then, and the weights of the model buffers that have no gradient.
+
     One backward call is one whole logical batch, unless it stands inside `accumulate`.
     """
 
@@ -59,6 +62,7 @@ class CausalLM(torch.nn.Module):
         micro_batch: int | None = None,
         recompute: bool = False,
         rope_length: int | None = None,
+        adapter: str | os.PathLike[str] | None = None,
         allow_nonfinite: bool = False,
         strict: bool = False,
     ) -> None:
@@ -67,7 +71,8 @@ class CausalLM(torch.nn.Module):
         text, self._folder = config_of(config_beside(tensors, config))
         tensors = {name: torch.as_tensor(tensor).detach() for name, tensor in state_of(tensors).items()}
         self._family = _native.family(text, self._folder)
-        self._native = _native.Model(tensors_of(tensors, self._family), dtype, text, self._folder, rope_length)
+        beside = None if adapter is None else os.fspath(adapter)
+        self._native = _native.Model(tensors_of(tensors, self._family), dtype, text, self._folder, rope_length, beside)
         name_passed(self._native.passed(), self._folder, strict)
         self.rope_length, self._depends = self._native.rope_length()
         if text is None:
@@ -78,6 +83,12 @@ class CausalLM(torch.nn.Module):
         constants = list(dict.fromkeys(whose[of] for of in self._native.constants()))
         # Of each tensor those of a folder that stand in it.
         self._places = {name: places(name, tensors, self._family) for name in (*self._names, *constants)}
+        self._adapter_config: str | None = None
+        if (found := self._native.adapter()) is not None:
+            own, self._adapter_config = found
+            constants, self._names = [*self._names, *constants], list(own)
+            self._places |= {name: [(name, ())] for name in own}
+            tensors |= {name: tensor.torch() for name, tensor in own.items()}
         for name in self._names:
             self._put(name, torch.nn.Parameter(tensors[name].to(torch.float32, copy=True).contiguous()))
         for name in constants:
@@ -104,10 +115,13 @@ class CausalLM(torch.nn.Module):
 
     def _weights(self) -> list[torch.Tensor]:
         """The parameters by name, and the weights that a forward reads brought up to them."""
-        if any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in self.state_dict().values()):
+        state, named = self.state_dict(), dict(self.named_parameters())
+        if any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in state.values()):
             raise NotImplementedError("CausalLM: its parameters are f32 on the processor; what forwards read is `dtype`")
-        self._native.refresh(tensors_of(self, self._family))
-        named = dict(self.named_parameters())
+        if self._adapter_config is not None:
+            adapter = {name: state.pop(name).contiguous() for name in self._names}
+            self._native.refresh(adapter, of_adapter=True)
+        self._native.refresh(tensors_of(state, self._family))
         return [named[name] for name in self._names]
 
     def _gradients(self, found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -141,6 +155,10 @@ class CausalLM(torch.nn.Module):
             if sampling is not None or prompt is not None:
                 raise ValueError("sampling and prompt: samples say both themselves; leave them out")
             comparable(samples, "the model", self.dtype, self.rope_length if self._depends else None, temperature)
+            for sample in samples:
+                if (sample.adapter is None) != (self._adapter_config is None):
+                    made, here = (("with", "none") if sample.adapter else ("without", "one"))
+                    raise ValueError(f"adapter: sample {sample.sequence} was made {made} an adapter, the model has {here}; two are not compared")
             tokens = [sample.prompt_tokens + [int(token) for token in sample.tokens] for sample in samples]
             sampling = [{**sample.sampling, "temperature": sample.temperature} for sample in samples]
             prompt = [len(sample.prompt_tokens) for sample in samples]
@@ -202,10 +220,16 @@ class CausalLM(torch.nn.Module):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes a Hugging Face folder: what a forward reads, parameters in `dtype` and the rest in f32, and the other files of
-        the folder that the model came from.
+        the folder that the model came from. Of an adapter a PEFT folder.
         """
         folder = os.fspath(folder)
         os.makedirs(folder, exist_ok=True)
+        if self._adapter_config is not None:
+            adapter = {name: parameter.detach() for name, parameter in self.named_parameters()}
+            _native.save(os.path.join(folder, "adapter_model.safetensors"), adapter, {"format": "pt"})
+            with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
+                file.write(self._adapter_config)
+            return
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype]
         tensors = {name: parameter.detach().to(dtype) for name, parameter in self.named_parameters()}
         tensors = by_folder(tensors | dict(self.named_buffers()), self._family)
