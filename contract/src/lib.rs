@@ -12,6 +12,7 @@ pub mod coverage;
 pub mod fill;
 pub mod gradients;
 mod load;
+pub mod mismatch;
 pub mod number_class;
 pub mod orders;
 mod power;

@@ -10,6 +10,10 @@
   `sampling_per_token_logps`, and `tool_mask` where there are tools.
 - `slime`: what `--save-debug-rollout-data` writes: `samples`, each with `tokens`, `response_length`, `rollout_log_probs` and
   `loss_mask`.
+- `vllm`: outputs of `LLM.generate` with `SamplingParams(logprobs=0)` or more, saved as a list of `{"prompt_token_ids": ..,
+  "outputs": [{"token_ids": .., "logprobs": ..}]}` whose `logprobs` have a number for each token, or as they are in memory. With
+  `logprobs_mode` "raw_logprobs", vLLM's default, they are those at a temperature of 1, whatever texts were sampled at; with
+  "processed_logprobs" those at the temperature, under the settings.
 
 Files are those of `torch.save`, read without running code of theirs. Tokens that the model did not sample have no
 log-probability: what follows them is a text of its own, behind a longer prompt.
@@ -24,7 +28,9 @@ import os
 import sys
 from typing import Any, Callable, Iterator, Mapping
 
-__all__ = ["slime", "trl", "verl", "write"]
+from .engine import settings_of
+
+__all__ = ["slime", "trl", "verl", "vllm", "write"]
 
 # The tokens before, the sampled ones, and their log-probabilities.
 Text = tuple[list[int], list[int], list[float]]
@@ -69,6 +75,26 @@ def slime(rollout: Mapping[str, Any]) -> list[Text]:
         if count > len(tokens):
             raise ValueError(f"{what}: response_length is {count}; there are {len(tokens)} tokens")
         texts += _row(what, tokens[: len(tokens) - count], tokens[len(tokens) - count :], logprobs, mask)
+    return texts
+
+
+def vllm(outputs: Any) -> list[Text]:
+    """The texts of what `LLM.generate` of vLLM gives."""
+    texts: list[Text] = []
+    for number, request in enumerate(outputs):
+        request = request if hasattr(request, "keys") else vars(request)
+        for sample, output in enumerate(_field(request, "outputs", f"vllm: request {number}")):
+            what = f"vllm: request {number}, output {sample}"
+            output = output if hasattr(output, "keys") else vars(output)
+            tokens = [int(token) for token in _field(output, "token_ids", what)]
+            found = list(_field(output, "logprobs", what))
+            if len(found) != len(tokens):
+                raise ValueError(f"{what}: {len(tokens)} tokens, {len(found)} log-probabilities")
+            # Of each place those of several tokens, the sampled one among them.
+            logprobs = [one[token] if hasattr(one, "keys") else one for token, one in zip(tokens, found)]
+            values = [getattr(one, "logprob", one) for one in logprobs]
+            if tokens:
+                texts += _row(what, [int(token) for token in _field(request, "prompt_token_ids", what)], tokens, values)
     return texts
 
 
@@ -138,9 +164,13 @@ def write(
     dtype: str = "bf16",
     temperature: float = 1.0,
     rope_length: int | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    recorded_by: str = "another project",
 ) -> None:
     """Writes texts as a rollout of a model in `dtype`, sampled at `temperature`. Log-probabilities are rounded to f32. A model whose
     rotary positions depend on a length (longrope, dynamic) is scored at the `rope_length` of its engine, which must be given.
+    `sampling` are the settings of `Engine.stream` under which they were recorded (`{"top_p": 0.9}`): which tokens were left is
+    computed again. `samebits score` judges them by the gate for records of other projects, as `recorded_by` says that they are.
     """
     if dtype not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"dtype {dtype}: use bf16, fp16 or fp32")
@@ -148,14 +178,15 @@ def write(
         raise ValueError(f"temperature {temperature}: use what logits were divided by, or 0 where the likeliest tokens were taken")
     if not texts:
         raise ValueError("there is no sampled token; nothing could be compared")
-    first = {"samebits": "rollout", "dtype": dtype, "temperature": temperature, "sequences": len(texts)}
+    first = {"samebits": "rollout", "dtype": dtype, "temperature": temperature, "sequences": len(texts), "recorded_by": recorded_by}
+    settings = json.loads(settings_of(sampling or {}, temperature))
     if rope_length is not None:
         first["rope_length"] = rope_length
     lines = [json.dumps(first)]
     for number, (prompt, tokens, logprobs) in enumerate(texts):
         limit = len(prompt) + len(tokens)
         line = {"sequence": number, "limit": limit, "prompt_tokens": prompt, "tokens": tokens, "logprobs": logprobs}
-        lines.append(json.dumps(line))
+        lines.append(json.dumps(line if sampling is None else {**line, "sampling": settings}))
     text = "\n".join(lines) + "\n"
     part = f"{os.fspath(out)}.part"
     with open(part, "w", encoding="utf-8") as file:
@@ -163,7 +194,7 @@ def write(
     os.replace(part, out)
 
 
-_READERS: dict[str, Callable[[Any], list[Text]]] = {"verl": verl, "trl": trl, "slime": slime}
+_READERS: dict[str, Callable[[Any], list[Text]]] = {"verl": verl, "trl": trl, "slime": slime, "vllm": vllm}
 
 
 def _load(path: str, project: str) -> Any:
@@ -192,10 +223,12 @@ def main() -> int:
     parser.add_argument("--dtype", default="bf16", help="the dtype that the model ran in: bf16, fp16 or fp32")
     parser.add_argument("--temperature", type=float, default=1.0, help="what logits were divided by")
     parser.add_argument("--rope-length", type=int, help="the longest text of the engine, where frequencies depend on a length")
+    parser.add_argument("--sampling", type=json.loads, help="settings under which they were recorded: \'{\"top_p\": 0.9}\'")
     given = parser.parse_args()
     try:
         texts = _READERS[given.project](_load(given.file, given.project))
-        write(texts, given.out, dtype=given.dtype, temperature=given.temperature, rope_length=given.rope_length)
+        how = {"dtype": given.dtype, "temperature": given.temperature, "rope_length": given.rope_length, "sampling": given.sampling}
+        write(texts, given.out, recorded_by=given.project, **how)
     except (OSError, ValueError) as e:
         print(f"samebits.adapters: {e}", file=sys.stderr)
         return 2

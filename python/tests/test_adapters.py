@@ -1,4 +1,4 @@
-"""Log-probabilities as verl, TRL and slime record them, computed again by `samebits score`."""
+"""Log-probabilities as verl, TRL, slime and vLLM record them, computed again by `samebits score`."""
 
 import contextlib
 import io
@@ -7,9 +7,11 @@ import math
 import pickle
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import samebits
 import torch
 from samebits import adapters
 
@@ -57,6 +59,10 @@ def recorded(project, texts):
             "prompt_ids": prompt, "prompt_mask": prompt_mask, "completion_ids": response, "completion_mask": mask,
             "sampling_per_token_logps": values, "advantages": torch.zeros(len(texts)), "num_items_in_batch": mask.sum(),
         }
+    if project == "vllm":
+        return [
+            {"prompt_token_ids": p, "outputs": [{"token_ids": tuple(t), "logprobs": l, "finish_reason": "stop"}]} for p, t, l in texts
+        ]
     samples = [
         {
             "index": i, "tokens": p + t, "response_length": len(t), "rollout_log_probs": l, "loss_mask": None,
@@ -67,11 +73,11 @@ def recorded(project, texts):
     return {"rollout_id": 3, "samples": samples}
 
 
-def score(rollout):
-    return command("samebits", "score", "--model", MODEL, "--rollout", rollout)
+def score(rollout, *more):
+    return command("samebits", "score", "--model", MODEL, "--rollout", rollout, *more)
 
 
-@pytest.mark.parametrize("project", ["verl", "trl", "slime"])
+@pytest.mark.parametrize("project", ["verl", "trl", "slime", "vllm"])
 def test_a_recorded_file_is_scored(project, texts, tmp_path):
     torch.save(recorded(project, texts), tmp_path / "recorded.pt")
     more = ["--out", tmp_path / "rollout.jsonl", "--dtype", "bf16"]
@@ -87,8 +93,71 @@ def test_one_bit_is_seen(texts, tmp_path):
     values = batch["rollout_log_probs"]
     values[1, 0] = torch.nextafter(values[1, 0], torch.tensor(-9.0))
     adapters.write(adapters.verl(batch), tmp_path / "rollout.jsonl")
+    # Beside thresholds of other projects it is nothing; asked for the bits it is red.
     code, said = score(tmp_path / "rollout.jsonl")
-    assert code == 1 and "1 of " in said, said
+    assert code == 0 and "1 of " in said and "gate nemo-rl: probability_error 1" in said, said
+    page = tmp_path / "page.html"
+    code, said = score(tmp_path / "rollout.jsonl", "--gate", "bitwise", "--gate", "ws1", "--json", "--report", page)
+    found = json.loads(said)
+    red = [(gate["gate"], gate["metric"]) for gate in found["gates"] if not gate["holds"]]
+    assert code == 1 and red == [("bitwise", "differ")] and len(found["gates"]) == 4, said
+    assert found["begins"] == [{"from": 0, "to": 0, "texts": 1}] and found["differ"] == 1
+    assert '<h1 class="red">' in page.read_text()
+    # The same metrics as by other means.
+    old = torch.cat([torch.tensor(logprobs) for _, _, logprobs in adapters.verl(batch)]).double()
+    new = torch.cat([torch.tensor(logprobs) for _, _, logprobs in texts]).double()
+    d = new - old
+    for name, expected in {
+        "max_dlogp": d.abs().max(), "mean_dlogp": d.abs().mean(), "k1": -d.mean(), "k3": (d.expm1() - d).mean(),
+        "probability_error": d.abs().exp().mean(), "pearson": torch.corrcoef(torch.stack((old, new)).exp())[0, 1],
+    }.items():
+        assert found[name] == pytest.approx(expected.item(), rel=1e-9, abs=1e-12), name
+    code, said = score(tmp_path / "rollout.jsonl", "--gate", "none")
+    assert code == 2 and "--gate none: has no threshold for models in bf16; there are bitwise, nemo-rl, ws1" in said
+
+
+def test_metrics_are_those_of_other_means(texts, tmp_path):
+    """Of a record that is far off, by formulas of verl, NeMo-RL and TRL in torch."""
+    noise = torch.Generator().manual_seed(2)
+    off = [(p, t, [v - abs(torch.randn((), generator=noise).item()) / 3 for v in l]) for p, t, l in texts]
+    adapters.write(off, tmp_path / "rollout.jsonl", recorded_by="nobody")
+    code, said = score(tmp_path / "rollout.jsonl", "--json")
+    found = json.loads(said)
+    old, new = (torch.cat([torch.tensor(l) for _, _, l in rows]).double() for rows in (off, texts))
+    d = new - old
+    assert code == 1 and found["differ"] == len(d)
+    assert found["probability_error"] == pytest.approx(d.abs().exp().mean().item(), rel=1e-6)
+    assert found["mean_dlogp"] == pytest.approx(d.abs().mean().item(), rel=1e-6)
+    assert found["k3"] == pytest.approx((d.exp() - 1 - d).mean().item(), rel=1e-5)
+    assert found["pearson"] == pytest.approx(torch.corrcoef(torch.stack((old, new)).exp())[0, 1].item(), rel=1e-6)
+    assert found["clip_fraction"] == ((d.exp() < 0.8) | (d.exp() > 1.2)).double().mean()
+    assert sum(group["tokens"] for group in found["by_place"]) == found["tokens"] == sum(g["tokens"] for g in found["by_length"])
+    # By thresholds of one's own.
+    (tmp_path / "mine.toml").write_text('[[threshold]]\ngate = "mine"\nmetric = "pearson"\nleast = -1.0\nsource = "a test"\n')
+    code, said = score(tmp_path / "rollout.jsonl", "--gate", "mine", "--thresholds", tmp_path / "mine.toml")
+    assert code == 0 and "gate mine: pearson" in said, said
+
+
+def test_settings_of_the_record_are_those_of_the_score(tmp_path):
+    engine = samebits.Engine(MODEL)
+    how = {"top_p": 0.7, "repetition_penalty": 1.2}
+    samples = engine.generate(PROMPTS, 2, max_tokens=6, temperature=1.5, seed=1, **how)
+    texts = [(s.prompt_tokens, s.tokens.tolist(), s.logprobs.tolist()) for s in samples]
+    adapters.write(texts, tmp_path / "rollout.jsonl", temperature=1.5, sampling=how)
+    code, said = score(tmp_path / "rollout.jsonl", "--gate", "bitwise")
+    assert code == 0 and said.startswith("0 of "), said
+    with pytest.raises(ValueError, match="sampling: `typical_p` is no setting"):
+        adapters.write(texts, tmp_path / "rollout.jsonl", sampling={"typical_p": 0.4})
+
+
+def test_outputs_of_vllm_in_memory():
+    """As its classes have them: of each place several tokens, the sampled one among them."""
+    one = lambda **fields: types.SimpleNamespace(**fields)
+    places = [{7: one(logprob=-0.5, rank=1), 9: one(logprob=-1.5, rank=2)}, {3: one(logprob=-0.25, rank=1)}]
+    request = one(prompt_token_ids=[1, 2], outputs=[one(token_ids=[9, 3], logprobs=places), one(token_ids=[], logprobs=[])])
+    assert adapters.vllm([request]) == [([1, 2], [9, 3], [-1.5, -0.25])]
+    with pytest.raises(ValueError, match="vllm: request 0, output 0: `logprobs` is missing"):
+        adapters.vllm([one(prompt_token_ids=[1], outputs=[one(token_ids=[9], logprobs=None)])])
 
 
 def test_tokens_of_tools_are_not_compared(texts, tmp_path):

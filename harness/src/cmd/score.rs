@@ -1,17 +1,21 @@
 use super::{Folder, Machine, On, counting, place};
-use anyhow::{Context, Result, bail, ensure};
+use crate::mismatch::Found;
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use samebits_contract::atomic_write;
+use samebits_contract::mismatch::{self, Threshold};
 use samebits_models::{AdapterChoice, Config, Grouping, PageOrder, Precision, Run, SamplingRule, Schedule};
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Computes the log-probabilities of a rollout again, in one forward, and compares them bit for bit
 ///
-/// Says that the difference and the KL divergence are exactly zero, or where they are not. Ends with 1 where a
-/// log-probability differs.
+/// Says that the difference and the KL divergence are exactly zero, or how large they are and where in texts they begin. Ends
+/// with 1 where a gate does not hold: by default where a log-probability of a rollout differs, or where records of another
+/// project are further off than the thresholds of contract/mismatch.toml.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
@@ -41,6 +45,19 @@ pub struct Args {
     #[arg(long, default_value = "ascending", value_name = "ascending|descending|scattered")]
     page_order: PageOrder,
 
+    /// A gate that must hold; may be given again [default: bitwise; for records of another project, which say `recorded_by`,
+    /// nemo-rl]
+    #[arg(long, value_name = "NAME")]
+    gate: Vec<String>,
+
+    /// Thresholds of gates in the place of the contract's
+    #[arg(long, value_name = "FILE.toml")]
+    thresholds: Option<PathBuf>,
+
+    /// A page to write: metrics, gates, and where in texts the difference begins
+    #[arg(long, value_name = "FILE.html")]
+    report: Option<PathBuf>,
+
     /// Print what was found as JSON
     #[arg(long)]
     json: bool,
@@ -61,6 +78,8 @@ struct First {
     rope_length: Option<usize>,
     temperature: f64,
     sequences: usize,
+    /// The project whose records these are, if it is another one.
+    recorded_by: Option<String>,
     /// The adapters of the run by name, and the SHA-256 of each.
     #[serde(default)]
     adapters: BTreeMap<String, String>,
@@ -93,6 +112,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         Some(dtype) => dtype,
         None => first.dtype.parse().with_context(|| format!("{}:1: dtype", args.rollout.display()))?,
     };
+    let thresholds = thresholds(args)?;
+    let gates = gates(args, &first, &thresholds, dtype)?;
     let model = args.folder.load(dtype, &cpu, first.rope_length.map(|length| (&*args.rollout, length)))?;
     // Of one that depends on it the length must be known.
     let depends = |config: &Config| config.trained_length().is_some();
@@ -102,7 +123,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     check_adapters(args, &first, model.adapters())?;
     let model = place(model, &cpu, device.as_ref())?;
     let bar = counting(texts.len());
-    let mut found = Found::default();
+    let (mut found, name) = (Found::default(), dtype.name());
     for group in texts.chunks(args.batch) {
         let asked: Vec<_> = group.iter().map(|text| (&text.prompt_tokens[..], &text.tokens[..], &text.rule)).collect();
         let choice = |text: &Text| text.adapter.clone().map_or(AdapterChoice::Plain, AdapterChoice::Named);
@@ -117,14 +138,43 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         };
         let scores = model.score(&cpu, &asked, run);
         for (text, scores) in group.iter().zip(scores.with_context(|| args.rollout.display().to_string())?) {
-            found.compare(text, &scores);
+            found.add(text.sequence, text.prompt_tokens.len(), &text.tokens, &text.logprobs, &scores);
         }
         bar.inc(group.len() as u64);
     }
     bar.finish_and_clear();
-    let text = if args.json { found.json(texts.len()).to_string() } else { found.text(texts.len()) };
+    let judged = found.judged(&thresholds, &gates, name);
+    if let Some(path) = &args.report {
+        let page = found.page(&judged, &args.rollout.display().to_string());
+        atomic_write::write(path, page.as_bytes()).with_context(|| format!("--report {}", path.display()))?;
+    }
+    let text = if args.json { found.json(&judged).to_string() } else { found.text(&judged) };
     writeln!(std::io::stdout().lock(), "{text}")?;
-    Ok(ExitCode::from(u8::from(found.differ > 0)))
+    Ok(ExitCode::from(u8::from(judged.iter().any(|(.., holds)| !holds))))
+}
+
+/// The thresholds that are asked for: the contract's, or those of a file.
+fn thresholds(args: &Args) -> Result<Vec<Threshold>> {
+    let Some(path) = &args.thresholds else { return Ok(mismatch::thresholds()) };
+    let at = || format!("--thresholds {}", path.display());
+    let text = std::fs::read_to_string(path).with_context(at)?;
+    mismatch::parse(&text).map_err(|why| anyhow!("{}: {why}", at()))
+}
+
+/// The gates that must hold: each has a threshold, or nothing would be judged.
+fn gates(args: &Args, first: &First, thresholds: &[Threshold], dtype: Precision) -> Result<Vec<String>> {
+    let default = if first.recorded_by.is_some() { "nemo-rl" } else { "bitwise" };
+    let gates = if args.gate.is_empty() { vec![default.to_string()] } else { args.gate.clone() };
+    for gate in &gates {
+        let bounds =
+            |line: &&Threshold| line.dtype.as_deref().is_none_or(|of| of == dtype.name()) && line.gate == *gate;
+        if !thresholds.iter().any(|line| bounds(&line)) {
+            let names: BTreeSet<&str> = thresholds.iter().map(|line| &line.gate[..]).collect();
+            let names = names.into_iter().collect::<Vec<_>>().join(", ");
+            bail!("--gate {gate}: has no threshold for models in {}; there are {names}", dtype.name());
+        }
+    }
+    Ok(gates)
 }
 
 /// Refuses adapters that are not those of the rollout: log-probabilities of two are not compared.
@@ -182,68 +232,4 @@ fn rule(first: &First, sampling: Option<&Map<String, Value>>) -> Result<Sampling
         }
     }
     Ok(rule)
-}
-
-/// What the comparison found.
-#[derive(Default)]
-struct Found {
-    tokens: usize,
-    differ: usize,
-    max: f64,
-    sum: f64,
-    kl: f64,
-    clipped: usize,
-    /// Sequence, position, token and both values of the first that differs.
-    first: Option<(usize, usize, i32, f32, f32)>,
-}
-
-impl Found {
-    fn compare(&mut self, text: &Text, scores: &[f32]) {
-        for (i, (&a, &b)) in text.logprobs.iter().zip(scores).enumerate() {
-            self.tokens += 1;
-            if a.to_bits() == b.to_bits() {
-                continue;
-            }
-            self.differ += 1;
-            let position = text.prompt_tokens.len() + i;
-            self.first.get_or_insert((text.sequence, position, text.tokens[i], a, b));
-            let d = f64::from(b) - f64::from(a);
-            self.max = self.max.max(d.abs());
-            self.sum += d.abs();
-            self.kl += d.exp_m1() - d;
-            self.clipped += usize::from(!(0.8..=1.2).contains(&d.exp()));
-        }
-    }
-
-    /// Mean |dlogp|, approximate KL, clip fraction.
-    fn means(&self) -> [f64; 3] {
-        [self.sum, self.kl, self.clipped as f64].map(|sum| sum / self.tokens as f64)
-    }
-
-    fn text(&self, texts: usize) -> String {
-        let Found { tokens, differ, max, .. } = self;
-        let Some((sequence, position, token, a, b)) = self.first else {
-            return format!(
-                "0 of {tokens} log-probabilities of {texts} texts differ\n  the difference is exactly zero, and so is the KL divergence"
-            );
-        };
-        let [mean, kl, clip] = self.means();
-        [
-            format!("{differ} of {tokens} log-probabilities of {texts} texts differ"),
-            format!("  max |dlogp| {max:.3e}, mean |dlogp| {mean:.3e}, approx KL {kl:.3e}, clip fraction {clip}"),
-            format!("  first: sequence {sequence}, position {position}, token {token}: {a} in the rollout, {b} now"),
-        ]
-        .join("\n")
-    }
-
-    fn json(&self, texts: usize) -> serde_json::Value {
-        let [mean, kl, clip] = self.means();
-        let first = self.first.map(|(sequence, position, token, a, b)| {
-            serde_json::json!({"sequence": sequence, "position": position, "token": token, "rollout": a, "score": b})
-        });
-        serde_json::json!({
-            "texts": texts, "tokens": self.tokens, "differ": self.differ, "max_dlogp": self.max, "mean_dlogp": mean,
-            "approx_kl": kl, "clip_fraction": clip, "first": first,
-        })
-    }
 }

@@ -1,0 +1,333 @@
+//! What `samebits score` tells of records: metrics, where in texts they begin to differ, and what gates say of them.
+
+use samebits_contract::mismatch::{Metric, Mismatch, Threshold};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::ops::RangeInclusive;
+
+/// A token whose log-probability is another one.
+#[derive(Clone, Copy)]
+struct Differs {
+    sequence: usize,
+    position: usize,
+    token: i32,
+    old: f32,
+    new: f32,
+}
+
+/// What a comparison of records found.
+#[derive(Default)]
+pub struct Found {
+    all: Mismatch,
+    /// By the place of a token among those that were sampled, from 0, and by how many were sampled in its text: as powers of two.
+    by_place: BTreeMap<u32, Mismatch>,
+    by_length: BTreeMap<u32, Mismatch>,
+    /// Where texts begin to differ, by the same places.
+    begins: BTreeMap<u32, usize>,
+    texts: usize,
+    first: Option<Differs>,
+}
+
+/// The power of two that a number is below: 0 for 0, 1 for 1, 2 for 2 and 3, and so on.
+fn power(number: usize) -> u32 {
+    usize::BITS - number.leading_zeros()
+}
+
+/// The numbers that have a power.
+fn numbers(power: u32) -> RangeInclusive<usize> {
+    let first = if power == 0 { 0 } else { 1 << (power - 1) };
+    first..=(1usize << power) - 1
+}
+
+fn range(power: u32) -> String {
+    let numbers = numbers(power);
+    if numbers.start() == numbers.end() {
+        numbers.start().to_string()
+    } else {
+        format!("{}-{}", numbers.start(), numbers.end())
+    }
+}
+
+/// A threshold, the value that was measured, and whether it holds.
+type Judged<'t> = (&'t Threshold, f64, bool);
+
+impl Found {
+    /// Takes in a text of `sequence` behind a prompt of `prompt` tokens: those that were sampled, what was recorded of each and
+    /// what was computed again.
+    pub fn add(&mut self, sequence: usize, prompt: usize, tokens: &[i32], old: &[f32], new: &[f32]) {
+        self.texts += 1;
+        let mut begins = None;
+        for (i, (&old, &new)) in old.iter().zip(new).enumerate() {
+            let groups = [self.by_place.entry(power(i)), self.by_length.entry(power(tokens.len()))];
+            groups.into_iter().for_each(|group| group.or_default().add(old, new));
+            self.all.add(old, new);
+            if old.to_bits() != new.to_bits() {
+                begins.get_or_insert(i);
+                let (position, token) = (prompt + i, tokens[i]);
+                self.first.get_or_insert(Differs { sequence, position, token, old, new });
+            }
+        }
+        if let Some(begins) = begins {
+            *self.begins.entry(power(begins)).or_default() += 1;
+        }
+    }
+
+    /// What the thresholds of some gates say of models in a dtype.
+    pub fn judged<'t>(&self, thresholds: &'t [Threshold], gates: &[String], dtype: &str) -> Vec<Judged<'t>> {
+        let asked = thresholds.iter().filter(|line| gates.contains(&line.gate));
+        let of_dtype = asked.filter(|line| line.dtype.as_deref().is_none_or(|of| of == dtype));
+        let judge = |line: &'t Threshold| {
+            let value = self.all.metric(line.metric);
+            (line, value, line.holds(value))
+        };
+        of_dtype.map(judge).collect()
+    }
+
+    /// For people.
+    pub fn text(&self, judged: &[Judged]) -> String {
+        let Mismatch { tokens, differ, .. } = self.all;
+        let mut text = format!("{differ} of {tokens} log-probabilities of {} texts differ\n", self.texts);
+        if let Some(Differs { sequence, position, token, old, new }) = self.first {
+            let of = |metric| self.all.metric(metric);
+            let _ = writeln!(
+                text,
+                "  max |dlogp| {:.3e}, mean |dlogp| {:.3e}, approx KL {:.3e} (k3; k1 {:.3e}), clip fraction {}",
+                of(Metric::MaxDlogp),
+                of(Metric::MeanDlogp),
+                of(Metric::K3),
+                of(Metric::K1),
+                of(Metric::ClipFraction),
+            );
+            let (error, pearson) = (of(Metric::ProbabilityError), of(Metric::Pearson));
+            let _ = writeln!(text, "  probability error {error:.6}, Pearson of probabilities {pearson:.6}");
+            let _ = writeln!(
+                text,
+                "  first: sequence {sequence}, position {position}, token {token}: {old} in the rollout, {new} now"
+            );
+            let impossible = of(Metric::Impossible);
+            if impossible > 0.0 {
+                let _ = writeln!(text, "  {impossible} tokens have no probability now: their settings leave them out");
+            }
+            for (what, groups) in [("place among the sampled", &self.by_place), ("tokens sampled", &self.by_length)] {
+                let _ = writeln!(text, "  by {what:<24} {:>9} {:>9}  mean |dlogp|  max |dlogp|", "tokens", "differ");
+                for (power, group) in groups {
+                    let (mean, max) = (group.metric(Metric::MeanDlogp), group.metric(Metric::MaxDlogp));
+                    let (range, tokens, differ) = (range(*power), group.tokens, group.differ);
+                    let _ = writeln!(text, "    {range:<25} {tokens:>9} {differ:>9}     {mean:.3e}    {max:.3e}");
+                }
+            }
+        } else {
+            text += "  the difference is exactly zero, and so is the KL divergence\n";
+        }
+        for (line, value, holds) in judged {
+            let verdict = if *holds { "holds" } else { "DOES NOT HOLD" };
+            let (gate, metric, value) = (&line.gate, line.metric.name(), short(*value));
+            let _ = writeln!(text, "  gate {gate}: {metric} {value} {}: {verdict}", bound(line));
+        }
+        text.trim_end().to_string()
+    }
+
+    /// For programs; what is infinite is null.
+    pub fn json(&self, judged: &[Judged]) -> Value {
+        let metrics = |of: &Mismatch| -> serde_json::Map<String, Value> {
+            let metric = |(metric, name): (Metric, &str)| {
+                let value = of.metric(metric);
+                (
+                    name.to_string(),
+                    if matches!(metric, Metric::Differ | Metric::Impossible) {
+                        json!(value as u64)
+                    } else {
+                        json!(value)
+                    },
+                )
+            };
+            std::iter::once(("tokens".to_string(), json!(of.tokens))).chain(Metric::ALL.map(metric)).collect()
+        };
+        let groups = |groups: &BTreeMap<u32, Mismatch>| -> Vec<Value> {
+            let group = |(power, of): (&u32, &Mismatch)| {
+                let mut line = metrics(of);
+                let numbers = numbers(*power);
+                line.insert("from".into(), json!(numbers.start()));
+                line.insert("to".into(), json!(numbers.end()));
+                Value::from(line)
+            };
+            groups.iter().map(group).collect()
+        };
+        let gates = judged.iter().map(|(line, value, holds)| {
+            json!({"gate": line.gate, "metric": line.metric.name(), "value": value, "most": line.most, "least": line.least,
+                "holds": holds, "source": line.source})
+        });
+        let begins = self.begins.iter().map(
+            |(power, texts)| json!({"from": numbers(*power).start(), "to": numbers(*power).end(), "texts": texts}),
+        );
+        let first = self.first.map(|Differs { sequence, position, token, old, new }| {
+            json!({"sequence": sequence, "position": position, "token": token, "rollout": old, "score": new})
+        });
+        let mut found = metrics(&self.all);
+        // Its name before there was a second estimate.
+        found.insert("approx_kl".into(), json!(self.all.metric(Metric::K3)));
+        let more = json!({
+            "texts": self.texts, "first": first, "by_place": groups(&self.by_place), "by_length": groups(&self.by_length),
+            "begins": begins.collect::<Vec<_>>(), "gates": gates.collect::<Vec<_>>(),
+        });
+        found.extend(more.as_object().expect("it is one").clone());
+        Value::from(found)
+    }
+
+    /// A page that needs nothing else: metrics, gates, and where in texts the difference begins.
+    pub fn page(&self, judged: &[Judged], what: &str) -> String {
+        let red = judged.iter().any(|(.., holds)| !holds);
+        let row = |cells: &[String]| format!("<tr><td>{}</td></tr>\n", cells.join("</td><td>"));
+        let gates: String = judged
+            .iter()
+            .map(|(line, value, holds)| {
+                let verdict = if *holds { "holds" } else { "<b class=\"red\">does not hold</b>" };
+                let (gate, source) = (escaped(&line.gate), escaped(&line.source));
+                row(&[gate, line.metric.name().into(), short(*value), escaped(&bound(line)), verdict.into(), source])
+            })
+            .collect();
+        let metrics: String =
+            Metric::ALL.iter().map(|(metric, name)| row(&[(*name).into(), short(self.all.metric(*metric))])).collect();
+        let begins: String =
+            self.begins.iter().map(|(power, texts)| row(&[range(*power), texts.to_string()])).collect();
+        let title = if red { "Red" } else { "Green" };
+        let tokens = self.all.tokens;
+        format!(
+            "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>{title}: {what}</title><style>{STYLE}</style></head><body>\n\
+             <h1 class=\"{class}\">{title}</h1>\n<p>{what}: {differ} of {tokens} log-probabilities of {texts} texts differ from those that \
+             were recorded.</p>\n<h2>Gates</h2>\n<table><tr><th>gate</th><th>metric</th><th>measured</th><th>threshold</th><th></th>\
+             <th>source</th></tr>\n{gates}</table>\n<h2>By place among the sampled tokens</h2>\n{by_place}\n<h2>By sampled tokens of the \
+             text</h2>\n{by_length}\n<h2>Where texts begin to differ</h2>\n<table><tr><th>place</th><th>texts</th></tr>\n{begins}</table>\n\
+             <h2>Metrics</h2>\n<table>{metrics}</table>\n</body></html>\n",
+            what = escaped(what),
+            class = title.to_lowercase(),
+            differ = self.all.differ,
+            texts = self.texts,
+            by_place = plot(&self.by_place),
+            by_length = plot(&self.by_length),
+        )
+    }
+}
+
+/// A value as people read it.
+fn short(value: f64) -> String {
+    match value {
+        whole if whole.fract() == 0.0 => format!("{whole}"),
+        small if small.abs() < 1e-2 => format!("{small:.3e}"),
+        other => format!("{other:.6}"),
+    }
+}
+
+/// What a threshold asks.
+fn bound(line: &Threshold) -> String {
+    let most = line.most.map(|most| format!("<= {most}"));
+    most.into_iter().chain(line.least.map(|least| format!(">= {least}"))).collect::<Vec<_>>().join(" and ")
+}
+
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+}
+
+const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}\
+    h1.red,.red{color:#b00020}h1.green{color:#1b7f3b}table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:left;\
+    border-bottom:1px solid #ddd;vertical-align:top}svg{width:100%;height:auto}text{font-size:12px;fill:#444}";
+
+/// Mean and largest |dlogp| of groups, on a logarithmic axis; what is zero stands on the ground.
+fn plot(groups: &BTreeMap<u32, Mismatch>) -> String {
+    const SIZE: [f64; 2] = [720.0, 240.0];
+    // From 1e-9 to 10.
+    let height = |value: f64| {
+        let share = if value > 0.0 { (value.log10().clamp(-9.0, 1.0) + 9.0) / 10.0 } else { 0.0 };
+        SIZE[1] - 40.0 - share * (SIZE[1] - 60.0)
+    };
+    let mut svg = format!("<svg viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"|dlogp| by group\">", SIZE[0], SIZE[1]);
+    for power in [-8, -6, -4, -2, 0] {
+        let y = height(10f64.powi(power));
+        let _ = write!(
+            svg,
+            "<line x1=\"60\" x2=\"700\" y1=\"{y:.1}\" y2=\"{y:.1}\" stroke=\"#eee\"/><text x=\"8\" y=\"{:.1}\">1e{power}</text>",
+            y + 4.0
+        );
+    }
+    let step = 640.0 / groups.len().max(1) as f64;
+    for (i, (power, group)) in groups.iter().enumerate() {
+        let x = 60.0 + step * i as f64;
+        for (metric, colour, at) in [(Metric::MaxDlogp, "#c9d6ea", 0.1), (Metric::MeanDlogp, "#31598f", 0.3)] {
+            let (y, width) = (height(group.metric(metric)), step * (1.0 - 2.0 * at));
+            let (ground, left) = (SIZE[1] - 40.0, x + step * at);
+            let title =
+                format!("{}: {} {:.3e} of {} tokens", range(*power), metric.name(), group.metric(metric), group.tokens);
+            let _ = write!(
+                svg,
+                "<rect x=\"{left:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{:.1}\" fill=\"{colour}\"><title>{title}</title></rect>",
+                (ground - y).max(0.5)
+            );
+        }
+        let (differ, tokens) = (group.differ, group.tokens);
+        let _ = write!(
+            svg,
+            "<text x=\"{0:.1}\" y=\"{1:.1}\" text-anchor=\"middle\">{2}</text><text x=\"{0:.1}\" y=\"{3:.1}\" text-anchor=\"middle\">{differ}/{tokens}</text>",
+            x + step / 2.0,
+            SIZE[1] - 24.0,
+            range(*power),
+            SIZE[1] - 8.0
+        );
+    }
+    svg + "</svg><p>Dark: mean |dlogp|; light: the largest. Below: places, and tokens that differ of all.</p>"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use samebits_contract::mismatch::thresholds;
+
+    fn found(differ_from: usize) -> Found {
+        let mut found = Found::default();
+        for (sequence, length) in [3usize, 9, 40].into_iter().enumerate() {
+            let old: Vec<f32> = (0..length).map(|i| -0.1 * (i + 1) as f32).collect();
+            let new: Vec<f32> =
+                old.iter().enumerate().map(|(i, v)| if i >= differ_from { v - 0.25 } else { *v }).collect();
+            found.add(sequence, 2, &vec![7; length], &old, &new);
+        }
+        found
+    }
+
+    #[test]
+    fn places_are_powers_of_two() {
+        assert_eq!([0, 1, 2, 3, 4, 7, 8].map(power), [0, 1, 2, 2, 3, 3, 4]);
+        assert_eq!([0, 1, 2, 3].map(range), ["0", "1", "2-3", "4-7"]);
+    }
+
+    #[test]
+    fn what_differs_is_told_by_place_and_length() {
+        let (found, all) = (found(5), thresholds());
+        let gates = ["nemo-rl".to_string(), "bitwise".to_string()];
+        let judged = found.judged(&all, &gates, "bf16");
+        let json = found.json(&judged);
+        assert_eq!((json["tokens"].as_u64(), json["differ"].as_u64()), (Some(52), Some(39)));
+        assert_eq!(json["begins"], json!([{"from": 4, "to": 7, "texts": 2}]));
+        assert_eq!(json["by_length"][0]["differ"], 0);
+        assert_eq!(json["first"]["position"], 7);
+        let text = found.text(&judged);
+        assert!(text.starts_with("39 of 52 log-probabilities of 3 texts differ\n"), "{text}");
+        assert!(text.contains("gate bitwise: differ 39 <= 0: DOES NOT HOLD"), "{text}");
+        assert!(text.contains("gate nemo-rl: probability_error ") && text.contains("<= 1.05: DOES NOT HOLD"), "{text}");
+        let page = found.page(&judged, "a < b");
+        assert!(
+            page.contains("<h1 class=\"red\">") && page.contains("a &lt; b") && page.matches("<rect").count() == 20,
+            "{page}"
+        );
+    }
+
+    #[test]
+    fn what_is_equal_is_green() {
+        let (found, all) = (found(100), thresholds());
+        let gates: Vec<String> = ["bitwise", "nemo-rl", "ws1"].map(String::from).into();
+        let judged = found.judged(&all, &gates, "fp32");
+        assert!(judged.len() == 6 && judged.iter().all(|(.., holds)| *holds));
+        assert!(
+            found.text(&judged).contains("exactly zero") && found.page(&judged, "x").contains("h1 class=\"green\"")
+        );
+    }
+}
