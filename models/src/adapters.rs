@@ -13,7 +13,7 @@ use crate::trace::all_finite;
 use crate::weights::Weights;
 use safetensors::tensor::Dtype;
 use samebits_ops::device::Device;
-use samebits_ops::{Cpu, Tensor, TensorRef};
+use samebits_ops::{Attributes, Backend, Cpu, DType, Tensor, TensorRef};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -517,6 +517,30 @@ impl PeftFolder {
             elements.iter().for_each(|element| digest.update(element.to_le_bytes()));
         }
         digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// Whether it has matrices for one of the model.
+    pub(crate) fn has(&self, matrix: &str) -> bool {
+        self.forms.contains_key(matrix)
+    }
+
+    /// A matrix of the model as its folder has it, in f32, and the product of the two that are its adapter times their factor:
+    /// the sum, rounded once to `dtype`.
+    pub(crate) fn added(&self, cpu: &Cpu, matrix: &str, w: &Tensor, dtype: DType) -> Result<Tensor, ModelError> {
+        let Form { tensors, rows, scaling } = &self.forms[matrix];
+        let [a, b] = tensors.each_ref().map(|name| &self.tensors[name]);
+        let (rank, k) = (a.shape()[0], a.shape()[1]);
+        let values = a.as_slice::<f32>().expect("it is f32, and on the host");
+        let turned = (0..k).flat_map(|column| (0..rank).map(move |row| values[row * k + column]));
+        let a = Tensor::new(turned.collect::<Vec<f32>>(), &[k, rank])?;
+        let (x, y) = if rows[0].transposed { (a.view(), b.view()) } else { (b.view(), a.view()) };
+        let (mut product, mut scaled) = (cpu.empty(DType::Fp32, w.shape())?, cpu.empty(DType::Fp32, w.shape())?);
+        let (mut sum, none) = (cpu.empty(dtype, w.shape())?, Attributes::new());
+        cpu.call("gemm", none.clone(), &[("x", x), ("w", y)], vec![("y", product.view_mut())])?;
+        let factor = none.clone().with("factor", *scaling);
+        cpu.call("scale", factor, &[("x", product.view())], vec![("y", scaled.view_mut())])?;
+        cpu.call("add", none, &[("a", w.view()), ("b", scaled.view())], vec![("y", sum.view_mut())])?;
+        Ok(sum)
     }
 
     /// What the config says of training that is not done here.
