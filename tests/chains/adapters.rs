@@ -391,6 +391,18 @@ fn adapters_that_do_not_fit_are_refused_by_name() {
     std::fs::remove_file(dir.path().join("a/adapter_model.safetensors")).unwrap();
     let found = line("qwen3", dir.path().join("a"));
     assert!(found.contains("save the adapter as safetensors"), "{found}");
+    // All that is linear, and a pattern as Python reads it, are the same as the names.
+    let sha256 = |adapter: PathBuf| {
+        let model = Model::load(&checkpoint("qwen3"), Precision::Bf16, &cpu).unwrap();
+        let model = model.with_adapters(&cpu, &[("a".into(), adapter)]).unwrap();
+        model.adapters().map(|(_, sha256)| sha256.to_string()).collect::<Vec<_>>()
+    };
+    for targets in ["all-linear", r"model\.layers\.\d+\.(?!embed).*_proj"] {
+        let same = changed("qwen3", &dir.path().join("c"), |config| config["target_modules"] = json!(targets), |_| ());
+        assert_eq!(sha256(same), sha256(folder("qwen3")), "{targets}");
+    }
+    let other = changed("qwen3", &dir.path().join("c"), |config| config["lora_alpha"] = json!(7), |_| ());
+    assert_ne!(sha256(other), sha256(folder("qwen3")));
     // A dropout is for training alone.
     let drops = changed("qwen3", &dir.path().join("b"), |config| config["lora_dropout"] = json!(0.05), |_| ());
     let model = Model::load(&checkpoint("qwen3"), Precision::Bf16, &cpu).unwrap();
