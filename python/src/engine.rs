@@ -4,9 +4,7 @@ use crate::model::{Views, config_of, locked, refused, released, rope_length};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use samebits_models::{
-    Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, Serving,
-};
+use samebits_models::{Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, Serving};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -179,13 +177,7 @@ impl Engine {
     /// Packs other weights, or those of an adapter. With `end` what is on its way is ended first, and those who asked for it are
     /// told.
     #[pyo3(signature = (tensors, end, adapter = None))]
-    fn update(
-        &self,
-        py: Python<'_>,
-        tensors: &Bound<'_, PyDict>,
-        end: bool,
-        adapter: Option<&str>,
-    ) -> PyResult<usize> {
+    fn update(&self, py: Python<'_>, tensors: &Bound<'_, PyDict>, end: bool, adapter: Option<&str>) -> PyResult<usize> {
         let views = Views::of("update", tensors)?;
         let tensors = views.tensors()?;
         self.run(py, |state, cpu| {
