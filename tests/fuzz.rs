@@ -8,7 +8,7 @@ use samebits_contract::wire::{File, decode_answer, decode_request, read_frame};
 use samebits_goldens::Store;
 use samebits_harness::implementation::Implementation;
 use samebits_harness::implementation::cpu::CpuImplementation;
-use samebits_models::Model;
+use samebits_models::{Model, Precision};
 use samebits_ops::Cpu;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -219,6 +219,26 @@ fn goldens_manifest() {
         // A change of any bit is noticed: by the parser, or by the digest of the manifest itself.
         let error = Store::open(folder.path()).expect_err("a changed manifest is accepted").to_string();
         assert!(!error.contains('\n'), "{error:?}");
+    });
+}
+
+/// PEFT folders: what is changed of a config or of tensors is refused in one line, or fits the model.
+#[test]
+fn adapters() {
+    let read = |name: &str| std::fs::read(repository().join("tests/adapters/qwen3").join(name)).expect("it is there");
+    let (config, tensors) = (read("adapter_config.json"), read("adapter_model.safetensors"));
+    let (cpu, model) = (Cpu::best(), repository().join("tests/checkpoints/qwen3"));
+    let folder = tempfile::tempdir().expect("a folder");
+    fuzz("adapters", &[config.clone(), tensors.clone()], |bytes| {
+        let is_config = bytes.trim_ascii_start().starts_with(b"{");
+        let (config, tensors) = if is_config { (bytes, &tensors[..]) } else { (&config[..], bytes) };
+        std::fs::write(folder.path().join("adapter_config.json"), config).expect("a file");
+        std::fs::write(folder.path().join("adapter_model.safetensors"), tensors).expect("a file");
+        let model = Model::load(&model, Precision::Bf16, &cpu).expect("it is as it was");
+        if let Err(e) = model.with_adapters(&cpu, &[("a".into(), folder.path().into())]) {
+            let line = e.to_string();
+            assert!(!line.contains('\n') && line.contains("adapter_") && line.len() < 8192, "{line:?}");
+        }
     });
 }
 

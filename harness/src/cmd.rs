@@ -92,6 +92,10 @@ pub struct Folder {
     #[arg(long, value_name = "[NAME=]DIR")]
     pub adapter: Vec<String>,
 
+    /// PEFT folder of a low-rank adapter that is added to the weights of the model as they are read, each sum rounded once
+    #[arg(long, value_name = "DIR")]
+    pub merge_adapter: Option<PathBuf>,
+
     /// Refuse fields and tensors that are named on stderr and passed by else: what no code reads, or what asks for nothing
     #[arg(long)]
     strict: bool,
@@ -106,7 +110,11 @@ impl Folder {
     /// The model, packed, with the rope length of `recorded` (a file and its number) where that has one.
     pub fn load(&self, dtype: Precision, cpu: &Cpu, recorded: Option<(&Path, usize)>) -> Result<Model> {
         let loading = Loading::of(&self.model);
-        let model = Model::load_with(&self.model, dtype, cpu, |done, total| loading.at(done, total))?;
+        let progress = |done, total| loading.at(done, total);
+        let model = match &self.merge_adapter {
+            Some(adapter) => Model::load_merged((&self.model, adapter), dtype, cpu, progress)?,
+            None => Model::load_with(&self.model, dtype, cpu, progress)?,
+        };
         drop(loading);
         self.pass(model.config())?;
         let adapters: Vec<_> = self.adapter.iter().map(|text| named_folder(text)).collect::<Result<_, _>>()?;

@@ -5,7 +5,7 @@
 
 use crate::ModelError;
 use crate::error::escaped;
-use crate::fields::{Fields, asks_for_nothing};
+use crate::fields::{Fields, asks_for_nothing, shown};
 use crate::files::read_object;
 use crate::layers::linear::{Linear, Source};
 use crate::layers::low_rank::LowRank;
@@ -13,7 +13,7 @@ use crate::trace::all_finite;
 use crate::weights::Weights;
 use safetensors::tensor::Dtype;
 use samebits_ops::device::Device;
-use samebits_ops::{Cpu, Tensor, TensorRef};
+use samebits_ops::{Attributes, Backend, Cpu, DType, Tensor, TensorRef};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -303,15 +303,16 @@ impl Targets {
         let alpha =
             fields.get("lora_alpha").map_or(Some(8.0), |alpha| alpha.as_f64().filter(|alpha| alpha.is_finite()));
         let alpha = alpha.unwrap_or_else(|| {
-            fields.refuse("lora_alpha", format!("is {}; it must be a finite number", map["lora_alpha"]));
+            fields.refuse("lora_alpha", format!("is {}; it must be a finite number", shown(&map["lora_alpha"])));
             0.0
         });
         let starts = ["gaussian", "eva", "orthogonal"].map(Value::from);
         let starts = [&[true.into(), false.into()][..], &starts].concat();
         if let Some(start) = fields.get("init_lora_weights").filter(|start| !starts.contains(start)) {
             let why = format!(
-                "is {start}, which changes the weights of the model when it is loaded; save it as a plain adapter \
-                 (path_initial_model_for_weight_conversion)"
+                "is {}, which changes the weights of the model when it is loaded; save it as a plain adapter \
+                 (path_initial_model_for_weight_conversion)",
+                shown(start)
             );
             fields.refuse("init_lora_weights", why);
         }
@@ -331,7 +332,7 @@ impl Targets {
         });
         for name in OTHERS {
             if let Some(value) = fields.get(name).filter(|value| !asks_for_nothing(value)) {
-                fields.refuse(name, format!("is {value}, which is not supported; train the adapter without"));
+                fields.refuse(name, format!("is {}, which is not supported; train the adapter without", shown(value)));
             }
         }
         for (name, value) in map {
@@ -352,7 +353,10 @@ impl Targets {
             Value::String(pattern) => {
                 let read = whole(pattern);
                 if read.is_none() {
-                    fields.refuse(name, format!("is {pattern:?}, no pattern that can be read; give a list of names"));
+                    fields.refuse(
+                        name,
+                        format!("is {}, no pattern that can be read; give a list of names", shown(&pattern[..].into())),
+                    );
                 }
                 read.map(Modules::Pattern)
             }
@@ -361,7 +365,7 @@ impl Targets {
                     .as_array()
                     .and_then(|all| all.iter().map(|name| name.as_str().map(String::from)).collect::<Option<Vec<_>>>());
                 if names.is_none() {
-                    fields.refuse(name, format!("is {value}; it must be a list of names, or a pattern"));
+                    fields.refuse(name, format!("is {}; it must be a list of names, or a pattern", shown(value)));
                 }
                 names.map(Modules::Names)
             }
@@ -408,7 +412,14 @@ impl Targets {
         for (pattern, value) in fields.object(name).into_iter().flatten() {
             match (whole(&format!("(.*\\.)?({pattern})")), of(value)) {
                 (Some(pattern), Some(value)) => found.push((pattern, value)),
-                _ => fields.refuse(name, format!("has {pattern:?}: {value}; it must map patterns of names to {form}")),
+                _ => fields.refuse(
+                    name,
+                    format!(
+                        "has {}: {}; it must map patterns of names to {form}",
+                        shown(&pattern[..].into()),
+                        shown(value)
+                    ),
+                ),
             }
         }
         found
@@ -519,13 +530,38 @@ impl PeftFolder {
         digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
+    /// Whether it has matrices for one of the model.
+    pub(crate) fn has(&self, matrix: &str) -> bool {
+        self.forms.contains_key(matrix)
+    }
+
+    /// A matrix of the model as its folder has it, in f32, and the product of the two that are its adapter times their factor:
+    /// the sum, rounded once to `dtype`.
+    pub(crate) fn added(&self, cpu: &Cpu, matrix: &str, w: &Tensor, dtype: DType) -> Result<Tensor, ModelError> {
+        let Form { tensors, rows, scaling } = &self.forms[matrix];
+        let [a, b] = tensors.each_ref().map(|name| &self.tensors[name]);
+        let (rank, k) = (a.shape()[0], a.shape()[1]);
+        let values = a.as_slice::<f32>().expect("it is f32, and on the host");
+        let turned = (0..k).flat_map(|column| (0..rank).map(move |row| values[row * k + column]));
+        let a = Tensor::new(turned.collect::<Vec<f32>>(), &[k, rank])?;
+        let (x, y) = if rows[0].transposed { (a.view(), b.view()) } else { (b.view(), a.view()) };
+        let (mut product, mut scaled) = (cpu.empty(DType::Fp32, w.shape())?, cpu.empty(DType::Fp32, w.shape())?);
+        let (mut sum, none) = (cpu.empty(dtype, w.shape())?, Attributes::new());
+        cpu.call("gemm", none.clone(), &[("x", x), ("w", y)], vec![("y", product.view_mut())])?;
+        let factor = none.clone().with("factor", *scaling);
+        cpu.call("scale", factor, &[("x", product.view())], vec![("y", scaled.view_mut())])?;
+        cpu.call("add", none, &[("a", w.view()), ("b", scaled.view())], vec![("y", sum.view_mut())])?;
+        Ok(sum)
+    }
+
     /// What the config says of training that is not done here.
     fn untrained(&self) -> Option<String> {
         let value = self.config.get("lora_dropout").filter(|value| value.as_f64() != Some(0.0) && !value.is_null())?;
         let path = self.dir.join(ADAPTER_CONFIG);
         Some(escaped(&format!(
-            "{}: `lora_dropout` is {value}; gradients are made without a dropout, set it to 0",
-            path.display()
+            "{}: `lora_dropout` is {}; gradients are made without a dropout, set it to 0",
+            path.display(),
+            shown(value)
         )))
     }
 

@@ -69,6 +69,8 @@ pub(crate) struct Decoder {
     pub adaptable: BTreeMap<String, Vec<Source>>,
     /// Those that there are.
     pub adapters: Arc<Adapters>,
+    /// The SHA-256 of the adapter that was added to its matrices.
+    pub merged: Option<String>,
     /// Whether an update ended in the middle: weights of two versions.
     torn: bool,
 }
@@ -218,7 +220,8 @@ impl Decoder {
         let shared = shared(c, &mut loader)?;
         let blocks = (0..c.layers()).map(|i| block(c, i, &mut loader)).collect::<Result<_, _>>()?;
         let final_norm = final_norm(c, &mut loader)?;
-        let Weights { parameters, constants, adaptable, .. } = weights;
+        let Weights { parameters, constants, adaptable, merged, .. } = weights;
+        let merged = merged.map(|adapter| adapter.sha256());
         let (adapters, torn) = (Arc::default(), false);
         Ok(Decoder {
             config,
@@ -232,6 +235,7 @@ impl Decoder {
             constants,
             adaptable,
             adapters,
+            merged,
             torn,
         })
     }
@@ -274,7 +278,7 @@ impl Decoder {
             *place = block(c, i, &mut loader)?;
         }
         self.final_norm = final_norm(c, &mut loader)?;
-        self.torn = false;
+        (self.merged, self.torn) = (None, false);
         Ok(())
     }
 
@@ -439,6 +443,13 @@ impl Decoder {
 
 /// Every tensor that a config asks for, with its shape: what loading takes.
 pub(crate) fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
+    let Weights { mut parameters, constants, .. } = listed(c);
+    parameters.extend(constants);
+    parameters
+}
+
+/// The same before anything is read of a folder, with the matrices that may have adapters.
+pub(crate) fn listed(c: &Config) -> Weights<'static> {
     let mut weights = Weights::listing();
     let cpu = Cpu::new(Isa::best(), 1, usize::MAX).expect("the best isa is available");
     let prefix = String::new();
@@ -453,9 +464,7 @@ pub(crate) fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
         final_norm(c, &mut loader).map(drop)
     };
     take().expect("a list has every tensor, and none needs memory");
-    let Weights { mut parameters, constants, .. } = weights;
-    parameters.extend(constants);
-    parameters
+    weights
 }
 
 /// The table of embeddings and the output projection.

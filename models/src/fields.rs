@@ -380,7 +380,7 @@ pub(crate) fn same(a: &Value, b: &Value) -> bool {
 }
 
 /// A value for a message.
-fn shown(value: &Value) -> String {
+pub(crate) fn shown(value: &Value) -> String {
     let text = value.to_string();
     if text.chars().count() > 40 { "set".into() } else { text }
 }

@@ -1,5 +1,5 @@
 use crate::adapters::Adapters;
-use crate::decoder::{Decoder, Runner};
+use crate::decoder::{Decoder, Runner, listed};
 use crate::generate::{self, Generation};
 use crate::machine::Machine;
 use crate::memory::buffer;
@@ -146,6 +146,30 @@ impl Model {
         let decoder = Decoder::load(&config, files, precision.dtype(), cpu, true);
         let decoder = Arc::new(decoder.map_err(|e| Audit::all_of(dir, e))?);
         Ok(Model { dir: Some(dir.into()), decoder, device: None, tokenizer: OnceLock::new() })
+    }
+
+    /// [`Model::load_with`] with the adapter of a PEFT folder added to its matrices: each is their sum, rounded once.
+    ///
+    /// # Errors
+    /// As [`Model::load`]; an adapter that does not fit the model.
+    pub fn load_merged(
+        (dir, adapter): (&Path, &Path),
+        precision: Precision,
+        cpu: &Cpu,
+        progress: impl FnMut(u64, u64),
+    ) -> Result<Model, ModelError> {
+        let config = Config::load(dir)?;
+        let Weights { parameters, adaptable, .. } = listed(&config);
+        let mut files = Weights::open(dir)?.report_to(progress);
+        files.merged = Some(PeftFolder::read(adapter, (&parameters, &adaptable))?);
+        let decoder = Decoder::load(&config, files, precision.dtype(), cpu, true);
+        let decoder = Arc::new(decoder.map_err(|e| Audit::all_of(dir, e))?);
+        Ok(Model { dir: Some(dir.into()), decoder, device: None, tokenizer: OnceLock::new() })
+    }
+
+    /// SHA-256 of the adapter that was added to its matrices, where one was ([`Model::load_merged`]).
+    pub fn merged(&self) -> Option<&str> {
+        self.decoder.merged.as_deref()
     }
 
     /// The model of a folder as it is in training: every parameter is rounded once to `precision`, also those that

@@ -11,7 +11,7 @@ use crate::files::{open, parse, read_object};
 use crate::layers::linear::Source;
 use crate::machine::typed;
 use crate::memory::buffer;
-use crate::{Config, ModelError, gguf, mxfp4, pth};
+use crate::{Config, ModelError, PeftFolder, gguf, mxfp4, pth};
 use safetensors::tensor::{Dtype, TensorInfo};
 use samebits_ops::{DType, Element, Tensor, TensorRef, bf16, f16};
 use serde_json::Value;
@@ -41,6 +41,8 @@ pub(crate) struct Weights<'a> {
     pub adapts: bool,
     /// Those that may, by their names without what stands behind: the rows that products read.
     pub adaptable: BTreeMap<String, Vec<Source>>,
+    /// The adapter that is added to matrices as they are read.
+    pub merged: Option<PeftFolder>,
     /// What every parameter is rounded to before it is read, if only to be widened again.
     rounded: Option<DType>,
     /// Name and shape of what was taken by [`Weights::tensor`].
@@ -174,6 +176,7 @@ impl<'a> Weights<'a> {
             lists: false,
             adapts: false,
             adaptable: BTreeMap::new(),
+            merged: None,
             rounded: None,
             parameters,
             constants,
@@ -193,13 +196,6 @@ impl<'a> Weights<'a> {
         let mut weights = Weights::empty(path);
         weights.add_shard(path)?;
         Ok(weights)
-    }
-
-    /// Notes rows of a matrix that may have an adapter.
-    pub fn adaptable(&mut self, rows: &Source) {
-        if self.adapts {
-            self.adaptable.entry(rows.name.clone()).or_default().push(rows.clone());
-        }
     }
 
     /// Those of a model in memory, each of floats on the host.

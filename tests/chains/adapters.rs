@@ -101,6 +101,11 @@ fn adapters_are_those_of_peft() {
             assert!(found < bound, "{name}: {tensor}: {found:e}");
             worst = worst.max(found);
         }
+        let places = (&*super::checkpoint(checkpoint), &*folder(name));
+        let merged = Model::load_merged(places, Precision::Fp32, &cpu, |_, _| ()).unwrap();
+        assert_eq!(merged.merged(), model.adapters().next().map(|(_, sha256)| sha256));
+        let merged = apart(&merged.forward_run(&cpu, &given, Run::default()).unwrap(), &values("logits.fp32"));
+        assert!(merged < bound, "{name}: merged {merged:e}");
         let narrow = load(checkpoint, Precision::Bf16, &[name]).forward_run(&cpu, &given, Run::default()).unwrap();
         let truth = values("logits.fp32");
         let (ours, theirs) = (rms(&narrow, &truth), rms(&values("logits.bf16"), &truth));
@@ -275,13 +280,11 @@ fn gradients_of_adapters_have_the_same_bits() {
     }
 }
 
+/// Tensors of a file: dtype, shape and bytes.
+type Stored = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
 /// A copy of an adapter, its config and its tensors changed.
-fn changed(
-    name: &str,
-    dir: &Path,
-    config: impl FnOnce(&mut Value),
-    tensors: impl FnOnce(&mut BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>),
-) -> PathBuf {
+fn changed(name: &str, dir: &Path, config: impl FnOnce(&mut Value), tensors: impl FnOnce(&mut Stored)) -> PathBuf {
     let mut fields = serde_json::from_slice(&std::fs::read(folder(name).join("adapter_config.json")).unwrap()).unwrap();
     config(&mut fields);
     let file = std::fs::read(folder(name).join("adapter_model.safetensors")).unwrap();
@@ -344,7 +347,7 @@ fn adapters_that_do_not_fit_are_refused_by_name() {
     assert!(found.contains("`use_dora`") && found.contains("`bias`"), "{found}");
 
     let name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight";
-    let of = |change: &dyn Fn(&mut BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>)| {
+    let of = |change: &dyn Fn(&mut Stored)| {
         line("qwen3", changed("qwen3", &dir.path().join("a"), |_| (), |all| change(all)))
     };
     let found = of(&|all| drop(all.remove(name)));
@@ -391,6 +394,18 @@ fn adapters_that_do_not_fit_are_refused_by_name() {
     std::fs::remove_file(dir.path().join("a/adapter_model.safetensors")).unwrap();
     let found = line("qwen3", dir.path().join("a"));
     assert!(found.contains("save the adapter as safetensors"), "{found}");
+    // All that is linear, and a pattern as Python reads it, are the same as the names.
+    let sha256 = |adapter: PathBuf| {
+        let model = Model::load(&checkpoint("qwen3"), Precision::Bf16, &cpu).unwrap();
+        let model = model.with_adapters(&cpu, &[("a".into(), adapter)]).unwrap();
+        model.adapters().map(|(_, sha256)| sha256.to_string()).collect::<Vec<_>>()
+    };
+    for targets in ["all-linear", r"model\.layers\.\d+\.(?!embed).*_proj"] {
+        let same = changed("qwen3", &dir.path().join("c"), |config| config["target_modules"] = json!(targets), |_| ());
+        assert_eq!(sha256(same), sha256(folder("qwen3")), "{targets}");
+    }
+    let other = changed("qwen3", &dir.path().join("c"), |config| config["lora_alpha"] = json!(7), |_| ());
+    assert_ne!(sha256(other), sha256(folder("qwen3")));
     // A dropout is for training alone.
     let drops = changed("qwen3", &dir.path().join("b"), |config| config["lora_dropout"] = json!(0.05), |_| ());
     let model = Model::load(&checkpoint("qwen3"), Precision::Bf16, &cpu).unwrap();
@@ -484,6 +499,21 @@ fn a_rollout_says_which_adapters_it_had() {
     ] {
         std::fs::write(at("wrong.jsonl"), text(&[line])).unwrap();
         let refused = run(&at("wrong.jsonl"), &[&first, &second], &at("none"));
+        assert!(refused.status.code() == Some(2) && line_of(&refused).contains(says), "{}", line_of(&refused));
+    }
+    // One that is added to the weights, as it is read in f32, is recorded too.
+    let merge = ["--merge-adapter", &a];
+    let args =
+        ["rollout", "--model", &model, "--prompts", &at("plain.jsonl"), "--out", &at("merged"), "--max-tokens", "8"];
+    assert!(samebits(&[&args[..], &merge].concat()).status.success());
+    let same = score(&at("merged"), &[], &[&merge[..], &["--schedule", "decode"]].concat());
+    assert!(same.status.success() && String::from_utf8_lossy(&same.stdout).starts_with("0 of "), "{}", line_of(&same));
+    for (file, more, says) in [
+        ("merged", &[][..], "--merge-adapter: is none; "),
+        ("merged", &["--merge-adapter", &b], "--merge-adapter: is the one of SHA-256 "),
+        ("none", &merge, "was made with none"),
+    ] {
+        let refused = score(&at(file), &[], more);
         assert!(refused.status.code() == Some(2) && line_of(&refused).contains(says), "{}", line_of(&refused));
     }
     let refused = run(&at("plain.jsonl"), &[&at("nowhere")], &at("none"));

@@ -128,6 +128,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     if !adapters.is_empty() {
         first["adapters"] = json!(adapters);
     }
+    if let Some(sha256) = model.merged() {
+        first["merged"] = json!(sha256);
+    }
     let mut text = format!("{first}\n");
     for sample in &samples {
         let (prompt, sampling) = &prompts[sample.prompt];

@@ -3,7 +3,7 @@ use crate::mismatch::Found;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use samebits_contract::atomic_write;
 use samebits_contract::mismatch::{self, Threshold};
-use samebits_models::{AdapterChoice, Config, Grouping, PageOrder, Precision, Run, SamplingRule, Schedule};
+use samebits_models::{AdapterChoice, Config, Grouping, Model, PageOrder, Precision, Run, SamplingRule, Schedule};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
@@ -83,6 +83,8 @@ struct First {
     /// The adapters of the run by name, and the SHA-256 of each.
     #[serde(default)]
     adapters: BTreeMap<String, String>,
+    /// The SHA-256 of the adapter that was added to the weights.
+    merged: Option<String>,
     /// Settings of all texts that say no other, beside what is not read.
     #[serde(flatten)]
     others: Map<String, Value>,
@@ -120,7 +122,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     if first.rope_length.is_none() && depends(model.config()) {
         bail!("{}:1: has no `rope_length`, which this model's log-probabilities depend on", args.rollout.display());
     }
-    check_adapters(args, &first, model.adapters())?;
+    check_adapters(args, &first, &model)?;
     let model = place(model, &cpu, device.as_ref())?;
     let bar = counting(texts.len());
     let (mut found, name) = (Found::default(), dtype.name());
@@ -178,8 +180,11 @@ fn gates(args: &Args, first: &First, thresholds: &[Threshold], dtype: Precision)
 }
 
 /// Refuses adapters that are not those of the rollout: log-probabilities of two are not compared.
-fn check_adapters<'m>(args: &Args, first: &First, given: impl Iterator<Item = (&'m str, &'m str)>) -> Result<()> {
-    let (path, given) = (args.rollout.display(), given.collect::<BTreeMap<_, _>>());
+fn check_adapters(args: &Args, first: &First, model: &Model) -> Result<()> {
+    let (path, given) = (args.rollout.display(), model.adapters().collect::<BTreeMap<_, _>>());
+    let or_none = |sha256: Option<&str>| sha256.map_or("none".into(), |sha256| format!("the one of SHA-256 {sha256}"));
+    let (made, here) = (first.merged.as_deref(), model.merged());
+    ensure!(made == here, "--merge-adapter: is {}; {path} was made with {}", or_none(here), or_none(made));
     for (name, made) in &first.adapters {
         match given.get(&name[..]) {
             None => bail!("{path}:1: texts were made with the adapter `{name}`; give it with --adapter {name}=DIR"),

@@ -62,7 +62,7 @@ impl Args {
     /// The folder of settings.
     fn folder(&self, model: &Path) -> Folder {
         let adapter = self.adapter.iter().cloned().collect();
-        Folder { model: model.into(), adapter, strict: false, rope_length: self.rope_length }
+        Folder { model: model.into(), adapter, merge_adapter: None, strict: false, rope_length: self.rope_length }
     }
 }
 

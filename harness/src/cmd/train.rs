@@ -206,6 +206,7 @@ fn train(args: &Args) -> Result<ExitCode> {
 /// The model, or the adapter of it that is trained.
 fn load(args: &Args, length: Option<usize>, cpu: &Cpu, progress: impl FnMut(u64, u64)) -> Result<Trainer> {
     let dir = &args.folder.model;
+    ensure!(args.folder.merge_adapter.is_none(), "--merge-adapter: is not trained; train an --adapter");
     match &args.folder.adapter[..] {
         [] => Ok(Trainer::load(dir, args.dtype, length, cpu, progress)?),
         [adapter] => {

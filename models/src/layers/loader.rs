@@ -52,12 +52,22 @@ impl Loader<'_, '_> {
 
     /// `w[n,k]`, where it stands if it is stored as that.
     pub fn matrix(&mut self, part: &str, n: usize, k: usize) -> Result<Arc<Tensor>, ModelError> {
-        let name = self.name(&format!("{part}.weight"));
-        if !self.transposed {
-            return self.weights.matrix(&name, self.dtype, &[n, k]);
+        let name = self.name(part);
+        let stored = if self.transposed { [k, n] } else { [n, k] };
+        let adds = self.weights.merged.as_ref().is_some_and(|adapter| adapter.has(&name));
+        let w = self.weights.matrix(&format!("{name}.weight"), if adds { DType::Fp32 } else { self.dtype }, &stored)?;
+        let w = match self.weights.merged.as_ref().filter(|_| adds) {
+            Some(adapter) => Arc::new(adapter.added(self.cpu, &name, &w, self.dtype)?),
+            None => w,
+        };
+        if self.transposed { self.turned(&w, [1, n, k]) } else { Ok(w) }
+    }
+
+    /// Notes rows of a matrix that may have an adapter.
+    fn note(&mut self, rows: &Source) {
+        if self.weights.adapts {
+            self.weights.adaptable.entry(rows.name.clone()).or_default().push(rows.clone());
         }
-        let stored = self.weights.matrix(&name, self.dtype, &[k, n])?;
-        self.turned(&stored, [1, n, k])
     }
 
     /// The rows of matrices `[n,k]`, one behind the other, that are stored transposed.
@@ -84,7 +94,7 @@ impl Loader<'_, '_> {
     pub fn linear(&mut self, part: &str, n: usize, k: usize, bias: bool) -> Result<Linear, ModelError> {
         let w = self.matrix(part, n, k)?;
         let source = Source { transposed: self.transposed, ..Source::whole(self.name(part), n) };
-        self.weights.adaptable(&source);
+        self.note(&source);
         Linear::new(self.cpu, source, w, self.bias(part, n, bias)?, self.packs)
     }
 
@@ -154,7 +164,7 @@ impl Loader<'_, '_> {
         let mut made = Vec::new();
         for width in widths {
             let source = Source { size, start, width, ..of.clone() };
-            self.weights.adaptable(&source);
+            self.note(&source);
             // A list has no rows.
             let there = if self.weights.lists { 0 } else { groups * width };
             let rows = Index::Host(source.rows().take(there).map(|row| row as i32).collect());
