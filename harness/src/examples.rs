@@ -219,29 +219,7 @@ impl Examples {
         }
         let [batch, len] = tokens.shape();
         let sequences = tokens.sequences();
-        let count = match tensor(&file, "mask", Dtype::I32, &[batch, len]) {
-            Ok(data) => {
-                let mask = words(data, i32::from_le_bytes);
-                // By the places of the file; behind this nobody knows of padding.
-                if let Some(place) = mask.iter().position(|counts| ![0, 1].contains(counts)) {
-                    let at = [place / len, place % len];
-                    bail!("tensor `mask`: element {at:?} is {}; it must be 0 or 1", mask[place]);
-                }
-                if let Some(place) = tokens.firsts().find(|&place| mask[place] != 0) {
-                    let at = [place / len, place % len];
-                    bail!("tensor `mask`: element {at:?} is 1; nothing stands before a first token, so it must be 0");
-                }
-                if let Some(place) = tokens.outside(|place| mask[place] != 0) {
-                    let at = [place / len, place % len];
-                    bail!("tensor `mask`: element {at:?} counts a token that attention_mask leaves out; write 0 there");
-                }
-                tokens.of_sequences(&mask)
-            }
-            Err(_) if file.tensor("mask").is_err() => {
-                sequences.iter().map(|tokens| (0..tokens.len()).map(|t| i32::from(t > 0)).collect()).collect()
-            }
-            Err(e) => return Err(e),
-        };
+        let count = counts(&file, &tokens, &sequences)?;
         let mut odd = None;
         let policy = match options.loss {
             LossKind::Nll => None,
@@ -306,6 +284,34 @@ pub fn refusal(e: ModelError, path: &Path) -> anyhow::Error {
         // A dump names itself; memory and budget are no matter of the file.
         ModelError::File { .. } | ModelError::Op(_) => e.into(),
         _ => anyhow::Error::new(e).context(path.display().to_string()),
+    }
+}
+
+/// Which tokens of each sequence count: what `mask` says, or all but the first ones.
+fn counts(file: &SafeTensors, tokens: &Tokens, sequences: &[Vec<i32>]) -> Result<Vec<Vec<i32>>> {
+    let [batch, len] = tokens.shape();
+    match tensor(file, "mask", Dtype::I32, &[batch, len]) {
+        Ok(data) => {
+            let mask = words(data, i32::from_le_bytes);
+            // By the places of the file; behind this nobody knows of padding.
+            if let Some(place) = mask.iter().position(|counts| ![0, 1].contains(counts)) {
+                let at = [place / len, place % len];
+                bail!("tensor `mask`: element {at:?} is {}; it must be 0 or 1", mask[place]);
+            }
+            if let Some(place) = tokens.firsts().find(|&place| mask[place] != 0) {
+                let at = [place / len, place % len];
+                bail!("tensor `mask`: element {at:?} is 1; nothing stands before a first token, so it must be 0");
+            }
+            if let Some(place) = tokens.outside(|place| mask[place] != 0) {
+                let at = [place / len, place % len];
+                bail!("tensor `mask`: element {at:?} counts a token that attention_mask leaves out; write 0 there");
+            }
+            Ok(tokens.of_sequences(&mask))
+        }
+        Err(_) if file.tensor("mask").is_err() => {
+            Ok(sequences.iter().map(|tokens| (0..tokens.len()).map(|t| i32::from(t > 0)).collect()).collect())
+        }
+        Err(e) => Err(e),
     }
 }
 

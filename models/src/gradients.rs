@@ -19,7 +19,7 @@ use crate::step::{Rows, SequenceInput, Step, StepInputs};
 use crate::sums::{Partial, Sums, Tree, overflows};
 use crate::trace::{TraceHook, all_finite};
 use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen, Tripwire};
-use loss::{check_loss, entropy_term, loss};
+use loss::{check_clip, check_drawn, check_loss, entropy_term, loss};
 use samebits_ops::{
     Attributes, Backend, Calls, Cpu, MOST_GROUPS, Prepared, RopeTable, Tensor, TensorMut, TensorRef, sequences_of_group,
 };
@@ -327,25 +327,6 @@ fn check_sequences(config: &Config, sequences: &[Vec<i32>], run: &GradientRun) -
     })
 }
 
-/// Lets the op judge the limits of ratios, of which it is told only behind a forward.
-fn check_clip(cpu: &Cpu, low: f64, high: f64) -> Result<(), ModelError> {
-    let (zeros, shape) = ([0f32], [1, 1]);
-    let value = || TensorRef::new(&zeros, &shape);
-    let advantage = TensorRef::new(&zeros, &shape[..1])?;
-    let inputs = [
-        ("logprob", value()?),
-        ("old_logprob", value()?),
-        ("advantage", advantage),
-        ("count", TensorRef::new(&[0i32], &shape)?),
-    ];
-    let (mut per_sequence, mut dlogprob) = ([0f32], [0f32]);
-    let outputs = vec![
-        ("per_sequence", TensorMut::new(&mut per_sequence, &shape[..1])?),
-        ("dlogprob", TensorMut::new(&mut dlogprob, &shape)?),
-    ];
-    Ok(cpu.call("policy_loss", Attributes::new().with("low", low).with("high", high), &inputs, outputs)?)
-}
-
 fn check_lengths<T>(what: &'static str, sequences: &[Vec<i32>], given: &[Vec<T>]) -> Result<(), ModelError> {
     if given.len() == sequences.len() && given.iter().zip(sequences).all(|(a, b)| a.len() == b.len()) {
         return Ok(());
@@ -517,28 +498,6 @@ struct Entered {
     added_by: Option<(usize, Place)>,
 }
 
-/// Refuses tokens that should have a probability and that their rules leave out: these did not sample them, or other weights did.
-fn check_drawn(
-    sampled: Sampled,
-    first: usize,
-    logprob: &[Vec<f32>],
-    counts: impl Fn(usize, usize) -> bool,
-) -> Result<(), ModelError> {
-    let Sampled::By(rules) = sampled else { return Ok(()) };
-    for (b, (ruled, logprob)) in rules.iter().zip(logprob).enumerate() {
-        let left_out = |t: &usize| logprob[*t] == f32::NEG_INFINITY && counts(b, *t);
-        if let Some(t) = (ruled.prompt..logprob.len()).find(left_out) {
-            let (b, settings) = (first + b, serde_json::Value::from(ruled.rule.json()));
-            let why = format!(
-                "{settings} leave out token {t} of sequence {b}, so it has no log-probability: other settings sampled it, or other \
-                 weights; give those, or do not count it"
-            );
-            return Err(ModelError::input("sampling", why));
-        }
-    }
-    Ok(())
-}
-
 /// Runs some sequences forward, to the log-probabilities of how they were sampled; `keep`: a reverse pass will follow; `with_entropy`: and it will have their gradients.
 fn forward(
     on: &Runner,
@@ -594,7 +553,7 @@ fn forward(
     let (logprob, entropy) = (by_token(&of_rows.logprob), of_rows.entropy.as_ref().map(by_token));
     // What a rule leaves out is -inf.
     let is_ruled = matches!(sampled, Sampled::By(_));
-    let is_bad = |v: &f32| !v.is_finite() && !(is_ruled && *v == f32::NEG_INFINITY);
+    let is_bad = |v: &f32| !(v.is_finite() || is_ruled && *v == f32::NEG_INFINITY);
     let bad = logprob.iter().position(|logprob| logprob.iter().any(is_bad));
     if let Some(number) = bad.filter(|_| !run.allow_nonfinite && !looks) {
         return Err(why_not_finite(on, &sequences[number], sampled.of(number..number + 1), first + number));

@@ -1,9 +1,9 @@
 //! What is made of log-probabilities and entropies: what each sequence adds to the loss, and its gradients.
 
 use super::{Batch, Loss};
-use crate::ModelError;
 use crate::memory::buffer;
 use crate::trace::all_finite;
+use crate::{ModelError, Sampled};
 use samebits_ops::{Attributes, Backend, Cpu, Tensor, TensorMut, TensorRef};
 use std::ops::Range;
 
@@ -90,6 +90,47 @@ pub(super) fn check_loss(
             _ => "the sum of its tokens leaves f32".into(),
         };
         return Err(ModelError::NotFinite { place, sequence, token, why });
+    }
+    Ok(())
+}
+
+/// Lets the op judge the limits of ratios, of which it is told only behind a forward.
+pub(super) fn check_clip(cpu: &Cpu, low: f64, high: f64) -> Result<(), ModelError> {
+    let (zeros, shape) = ([0f32], [1, 1]);
+    let value = || TensorRef::new(&zeros, &shape);
+    let advantage = TensorRef::new(&zeros, &shape[..1])?;
+    let inputs = [
+        ("logprob", value()?),
+        ("old_logprob", value()?),
+        ("advantage", advantage),
+        ("count", TensorRef::new(&[0i32], &shape)?),
+    ];
+    let (mut per_sequence, mut dlogprob) = ([0f32], [0f32]);
+    let outputs = vec![
+        ("per_sequence", TensorMut::new(&mut per_sequence, &shape[..1])?),
+        ("dlogprob", TensorMut::new(&mut dlogprob, &shape)?),
+    ];
+    Ok(cpu.call("policy_loss", Attributes::new().with("low", low).with("high", high), &inputs, outputs)?)
+}
+
+/// Refuses tokens that should have a probability and that their rules leave out: these did not sample them, or other weights did.
+pub(super) fn check_drawn(
+    sampled: Sampled,
+    first: usize,
+    logprob: &[Vec<f32>],
+    counts: impl Fn(usize, usize) -> bool,
+) -> Result<(), ModelError> {
+    let Sampled::By(rules) = sampled else { return Ok(()) };
+    for (b, (ruled, logprob)) in rules.iter().zip(logprob).enumerate() {
+        let left_out = |t: &usize| logprob[*t] == f32::NEG_INFINITY && counts(b, *t);
+        if let Some(t) = (ruled.prompt..logprob.len()).find(left_out) {
+            let (b, settings) = (first + b, serde_json::Value::from(ruled.rule.json()));
+            let why = format!(
+                "{settings} leave out token {t} of sequence {b}, so it has no log-probability: other settings sampled it, or other \
+                 weights; give those, or do not count it"
+            );
+            return Err(ModelError::input("sampling", why));
+        }
     }
     Ok(())
 }

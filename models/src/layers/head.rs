@@ -141,23 +141,7 @@ impl Head {
             _ => None,
         };
         if let Some(temperature) = whole {
-            let (source, rows) = (head.source(0), targets.len());
-            let shape = LinearLogprob { rows, vocab: head.matrix(0).shape()[0], k: a.shape()[1], temperature };
-            let dw = back.sums.matrix(back.cpu, Of::matrix(source), Some(source), [shape.vocab, shape.k])?;
-            let [lse, dlogprob] = [lse, dlogprob].map(|rows| rows.as_slice::<f32>().expect("f32, and on the host"));
-            let gradients = LogprobGradients { dlogprob, dlse: None };
-            let rows = LogprobRows { target: targets, lse, gradients, mask: Some(back.mask) };
-            let dx = da.as_slice_mut::<f32>().expect("f32, and on the host");
-            typed!(a.dtype() => A, {
-                let x = a.as_slice::<A>().expect("of this dtype, and on the host");
-                match head.packed(0) {
-                    Some(w) => linear_logprob_backward_packed(back.cpu, &shape, x, w, &rows, dx, dw)?,
-                    None => {
-                        let w = head.matrix(0).contiguous::<A>().expect("gradients are made on the processor");
-                        linear_logprob_backward(back.cpu, &shape, x, w, &rows, dx, dw)?;
-                    }
-                }
-            });
+            self.product_backward(back, a, targets, of_rows, (dlogprob, temperature), &mut da)?;
         } else {
             for (rows, stretch) in tiles(&of_rows.stretches) {
                 // The logits of a few rows at a time: a chain over tokens goes on from tile to tile.
@@ -202,6 +186,36 @@ impl Head {
         }
         back.see_at(None, "dfinal_norm", &mut da)?;
         Ok(da)
+    }
+    /// The same where logits are the product as it is, over one temperature: by the op of the whole.
+    fn product_backward(
+        &self,
+        back: &mut Backward,
+        a: &Tensor,
+        targets: &[i32],
+        of_rows: &Logprobs,
+        (dlogprob, temperature): (&Tensor, f64),
+        da: &mut Tensor,
+    ) -> Result<(), ModelError> {
+        let (lse, head) = (&of_rows.lse, &self.linear);
+        let (source, rows) = (head.source(0), targets.len());
+        let shape = LinearLogprob { rows, vocab: head.matrix(0).shape()[0], k: a.shape()[1], temperature };
+        let dw = back.sums.matrix(back.cpu, Of::matrix(source), Some(source), [shape.vocab, shape.k])?;
+        let [lse, dlogprob] = [lse, dlogprob].map(|rows| rows.as_slice::<f32>().expect("f32, and on the host"));
+        let gradients = LogprobGradients { dlogprob, dlse: None };
+        let rows = LogprobRows { target: targets, lse, gradients, mask: Some(back.mask) };
+        let dx = da.as_slice_mut::<f32>().expect("f32, and on the host");
+        typed!(a.dtype() => A, {
+            let x = a.as_slice::<A>().expect("of this dtype, and on the host");
+            match head.packed(0) {
+                Some(w) => linear_logprob_backward_packed(back.cpu, &shape, x, w, &rows, dx, dw)?,
+                None => {
+                    let w = head.matrix(0).contiguous::<A>().expect("gradients are made on the processor");
+                    linear_logprob_backward(back.cpu, &shape, x, w, &rows, dx, dw)?;
+                }
+            }
+        });
+        Ok(())
     }
 }
 
