@@ -573,6 +573,8 @@ fn forward_round(
         fed.number.get_or_insert_with(|| states.open(fed.tokens.len()));
         pieces.push((i, tokens, right));
     }
+    // Rows with the same adapter are one product where they stand together.
+    pieces.sort_by_key(|(i, ..)| fed[*i].adapter);
     let number = |i: usize| fed[i].number.expect("it has begun");
     let inputs = pieces.iter().map(|(i, tokens, _)| {
         let Fed { label, adapter, .. } = fed[*i];

@@ -405,6 +405,9 @@ impl Queue {
             };
             self.active.push(Active { request, sample, number, pending });
         }
+        // Rows with the same adapter are one product where they stand together.
+        let requests = &self.requests;
+        self.active.sort_by_key(|text| requests[&text.request].adapter(&text.sample));
     }
 
     /// One text of a request less.

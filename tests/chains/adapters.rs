@@ -623,7 +623,8 @@ fn products_are_those_of_the_rule() {
         let w = &weights[&format!("{matrix_of}.weight")];
         let &[n, k] = w.shape() else { panic!("it is a matrix") };
         let w = narrow(w.as_slice::<f32>().unwrap(), &[n, k]);
-        for (rows, which) in [(0..5, 0), (5..7, 2), (7..10, 1)] {
+        // Those without an adapter stand first.
+        for (rows, which) in [(0..2, 2), (2..7, 0), (7..10, 1)] {
             let count = rows.len();
             let x = narrow(&sites.0[read][rows.start * k..rows.end * k], &[count, k]);
             let base = made("gemm", None, &[("x", &x), ("w", &w)], DType::Fp32, &[count, n]);
