@@ -4,12 +4,15 @@ training have the same bits.
     python examples/grpo.py                           # about a minute on two cores
     python examples/grpo.py --micro-batch 4 --threads 1
     torchrun --nproc-per-node 2 examples/grpo.py --ranks
+    python examples/grpo.py --temperature 0.7 --top-p 0.9
+    python examples/grpo.py --lora 8                  # a low-rank adapter is trained, and the model stays
 
 The model of tests/checkpoints/qwen3-adder gets so much noise on the weights of its last layer that less than half of its
 answers are right. Then each step samples answers with `samebits.Engine`, computes their log-probabilities again with the
 same engine, and trains `samebits.torch.CausalLM` with the clipped policy gradient and AdamW. Before the first update on a
 batch the three log-probabilities of a token are one number: the ratio is 1, the KL divergence 0, and nothing has to be
-corrected. The last line has the SHA-256 of the parameters, which depends neither on --micro-batch, nor on --threads, nor
+corrected: answers may be sampled from a part of the distribution, which is found again from equal logits. The last line
+has the SHA-256 of the parameters, which depends neither on --micro-batch, nor on --threads, nor
 on --ranks.
 
 Exit code 1 where a bit differs, or the adder does not add again.
@@ -18,9 +21,11 @@ Exit code 1 where a bit differs, or the adder does not add again.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -41,7 +46,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=4, help="groups that a batch is dealt to; it changes the bits")
     parser.add_argument("--ranks", action="store_true", help="as a process of torchrun, each with groups of its own")
     parser.add_argument("--noise", type=float, default=3.7, help="what is added to weights, in units of their deviation")
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=None, help="1e-4 without it, of an adapter 3e-3")
+    parser.add_argument("--temperature", type=float, default=1.0, help="what answers are sampled at")
+    parser.add_argument("--top-p", type=float, default=1.0, help="the share of the probability that they are sampled of")
+    parser.add_argument("--lora", type=int, default=0, help="the rank of an adapter that is trained in the model's place")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--tests", type=int, default=400, help="questions that it is judged by, before and after")
@@ -61,6 +69,26 @@ def damage(model: samebits.torch.CausalLM, noise: float, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if name.startswith(last) and parameter.dim() == 2:
                 parameter += torch.randn(parameter.shape, generator=generator) * parameter.std() * noise
+
+
+def adapter(model: samebits.torch.CausalLM, rank: int, seed: int, folder: str) -> str:
+    """A folder of PEFT with a new adapter, which changes nothing yet, of all matrices of the blocks."""
+    import safetensors.torch
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors, targets = {}, set()
+    for name, parameter in model.named_parameters():
+        module = name.removesuffix(".weight")
+        if ".layers." in name and parameter.dim() == 2:
+            n, k = parameter.shape
+            a = (torch.rand(rank, k, generator=generator) * 2 - 1) / k**0.5
+            tensors[f"base_model.model.{module}.lora_A.weight"] = a
+            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.zeros(n, rank)
+            targets.add(module.rpartition(".")[2])
+    how = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": sorted(targets)}
+    (Path(folder) / "adapter_config.json").write_text(json.dumps(how))
+    safetensors.torch.save_file(tensors, os.path.join(folder, "adapter_model.safetensors"))
+    return folder
 
 
 def right(engine: samebits.Engine, questions: list[tuple[str, str]]) -> float:
@@ -93,8 +121,16 @@ def main() -> int:
 
     model = samebits.torch.CausalLM.from_pretrained(args.folder)
     damage(model, args.noise, args.seed)
-    engine = samebits.Engine(model, args.folder, batch=64)
-    optimizer = samebits.torch.AdamW(model, lr=args.lr, weight_decay=0.0, max_norm=1.0)
+    beside = {}
+    if args.lora:
+        folder = tempfile.TemporaryDirectory()
+        beside["policy"] = adapter(model, args.lora, args.seed, folder.name)
+    engine = samebits.Engine(model, args.folder, batch=64, adapters=beside)
+    if args.lora:
+        model = samebits.torch.CausalLM(model, args.folder, adapter=beside["policy"])
+    lr = args.lr or (3e-3 if args.lora else 1e-4)
+    optimizer = samebits.torch.AdamW(model, lr=lr, weight_decay=0.0, max_norm=1.0)
+    sampling = {"temperature": args.temperature, "top_p": args.top_p}
     draw = random.Random(args.seed)
     tests = [question(draw) for _ in range(args.tests)]
     before = right(engine, tests)
@@ -102,7 +138,7 @@ def main() -> int:
 
     for step in range(1, args.steps + 1):
         questions = [question(draw) for _ in range(args.prompts)]
-        samples = engine.generate([q for q, _ in questions], args.samples, max_tokens=6, temperature=1.0, seed=step)
+        samples = engine.generate([q for q, _ in questions], args.samples, max_tokens=6, seed=step, **sampling)
         again = engine.score(samples)
 
         reward = torch.tensor([float(engine.text(s.tokens) == questions[s.prompt][1]) for s in samples])
@@ -124,10 +160,11 @@ def main() -> int:
         with model.accumulate(args.groups, len(samples), ranks) as block:
             for first in range(block.mine.start, block.mine.stop, args.micro_batch):
                 part = slice(first, min(first + args.micro_batch, block.mine.stop))
-                logprob = model.logprob(sequences[part])
+                # Each sample says how it was sampled.
+                logprob = model.logprob(samples[part])
                 width = logprob.shape[1]
                 loss, per_sequence[part] = samebits.torch.policy_loss(
-                    logprob, rollout[part, :width], advantage[part], count[part, :width], denominator=denominator, temperature=1.0
+                    logprob, rollout[part, :width], advantage[part], count[part, :width], denominator=denominator
                 )
                 loss.backward()
                 trained[part, :width] = logprob.detach()
@@ -144,7 +181,7 @@ def main() -> int:
         mismatch, tokens, kl = totals.tolist()
         optimizer.step()
         optimizer.zero_grad()
-        engine.update(model)
+        engine.update(model, **({"adapter": "policy"} if args.lora else {}))
         loss = samebits.ops.batch_loss(per_sequence, groups=args.groups, denominator=denominator).item()
         say(
             f"step {step:3} reward {reward.mean():.3f} loss {loss:+.6f} norm {optimizer.norm:.3f} tokens {tokens:.0f}"

@@ -2,6 +2,8 @@
 
     pip install trl==1.16.0                            # tried with this version, and transformers 5.23
     python examples/trl_grpo.py                        # two minutes on two cores
+    python examples/trl_grpo.py --temperature 0.7 --top-p 0.9
+    python examples/trl_grpo.py --lora 8               # a low-rank adapter is trained, and the model stays
     python examples/trl_grpo.py --plain                # the same run by transformers alone: the difference is not 0
 
 TRL samples by an inference engine and trains by another program, measures how far their log-probabilities are apart, and weighs
@@ -46,12 +48,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step")
     parser.add_argument("--samples", type=int, default=8, help="answers to a prompt")
     parser.add_argument("--noise", type=float, default=3.7, help="what is added to weights, in units of their deviation")
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=None, help="1e-4 without it, of an adapter 3e-3")
+    parser.add_argument("--temperature", type=float, default=1.0, help="what answers are sampled at")
+    parser.add_argument("--top-p", type=float, default=1.0, help="the share of the probability that they are sampled of")
+    parser.add_argument("--lora", type=int, default=0, help="the rank of an adapter that is trained in the model's place")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=grpo.FOLDER)
     parser.add_argument("--tests", type=int, default=400, help="questions that it is judged by, before and after")
     parser.add_argument("--goal", type=float, default=0.9, help="the share of right answers at the end; 0: any")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.plain and (args.lora or args.temperature != 1 or args.top_p != 1):
+        parser.error("--plain is the run at a temperature of 1 from all tokens, without an adapter")
+    return args
 
 
 class Policy(transformers.PreTrainedModel, transformers.GenerationMixin):
@@ -59,11 +67,15 @@ class Policy(transformers.PreTrainedModel, transformers.GenerationMixin):
 
     def __init__(self, model: samebits.torch.CausalLM, folder: Path) -> None:
         super().__init__(transformers.AutoConfig.from_pretrained(folder))
-        self.model = model
+        # How answers are sampled is the sampler's to say.
+        self.model, self.sampling = model, {}
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The log-probability of each token, with its gradient, and the entropy before it, without."""
-        logprob = self.model.logprob(input_ids, attention_mask)
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, answer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The log-probability of each token, with its gradient, and the entropy before it, without. The last `answer` columns were
+        sampled.
+        """
+        prompt = attention_mask[:, :-answer].sum(-1).tolist()
+        logprob = self.model.logprob(input_ids, attention_mask, sampling=self.sampling, prompt=prompt)
         with torch.no_grad():
             logits = self.model(input_ids, attention_mask)
             entropy = samebits.ops.entropy(logits.flatten(0, 1))[0].reshape(logits.shape[:2])
@@ -73,14 +85,12 @@ class Policy(transformers.PreTrainedModel, transformers.GenerationMixin):
 class Sampler:
     """What TRL asks of vLLM, of a model in this process: weights to sample with, and answers with their log-probabilities."""
 
-    def __init__(self, *, model: torch.nn.Module, temperature: float, max_completion_length: int, **how: Any) -> None:
-        whole = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-        for name, value in whole.items():
-            if how[name] != value:
-                raise ValueError(f"{name}: is {how[name]}; answers come from the whole distribution, so use {value}")
-        if temperature != 1.0:
-            raise ValueError(f"temperature: is {temperature}; the policy here computes log-probabilities at 1")
+    def __init__(self, *, model: torch.nn.Module, max_completion_length: int, **how: Any) -> None:
+        # Those that TRL has no name for are what they are without it.
+        self.sampling = {name: how[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty") if how[name] is not None}
         self.model, self.length, self.times = model, max_completion_length, 0
+        if isinstance(model, Policy):
+            model.sampling = self.sampling
 
     def generate(self, *, prompts: list[list[int]], images: None, num_generations: int, profiler: Any) -> tuple:
         self.times += 1
@@ -96,10 +106,10 @@ class Ours(Sampler):
         self.engine = engine
 
     def sync_weights(self) -> None:
-        self.engine.update(self.model.model)
+        self.engine.update(self.model.model, **{"adapter": name for name in self.engine.adapters})
 
     def sample(self, prompts: list[list[int]], n: int) -> tuple[list[list[int]], list[list[float]]]:
-        samples = self.engine.generate(prompts, n, max_tokens=self.length, temperature=1.0, seed=self.times)
+        samples = self.engine.generate(prompts, n, max_tokens=self.length, seed=self.times, **self.sampling)
         return [s.tokens.tolist() for s in samples], [s.logprobs.tolist() for s in samples]
 
 
@@ -132,7 +142,7 @@ class Trainer(trl.GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **_
     ):
-        logprob, entropy = (rows[:, -logits_to_keep:] for rows in model(input_ids, attention_mask))
+        logprob, entropy = (rows[:, -logits_to_keep:] for rows in model(input_ids, attention_mask, logits_to_keep))
         if torch.is_grad_enabled():
             self.trained = logprob.detach().clone()
         return logprob, entropy if compute_entropy else None, None
@@ -174,14 +184,18 @@ def main() -> int:
     grpo.damage(model, args.noise, args.seed)
     draw = random.Random(args.seed)
     tests = [grpo.question(draw) for _ in range(args.tests)]
-    engine = samebits.Engine(model, args.folder, batch=64)
+    adapter = tempfile.TemporaryDirectory()
+    beside = {"policy": grpo.adapter(model, args.lora, args.seed, adapter.name)} if args.lora else {}
+    engine = samebits.Engine(model, args.folder, batch=64, adapters=beside)
+    if args.lora:
+        model = samebits.torch.CausalLM(model, args.folder, adapter=beside["policy"])
     before = grpo.right(engine, tests)
     print(f"damaged: {before:.1%} of {len(tests)} answers are right", flush=True)
 
     tokenizer = tokenizer_of(args.folder)
     questions = [grpo.question(draw) for _ in range(args.prompts * args.steps)]
     data = Dataset.from_list([{"prompt": tokenizer.bos_token + q, "answer": a} for q, a in questions])
-    batch = args.prompts * args.samples
+    batch, lr = args.prompts * args.samples, args.lr or (3e-3 if args.lora else 1e-4)
     with tempfile.TemporaryDirectory() as folder:
         config = trl.GRPOConfig(
             output_dir=folder,
@@ -193,7 +207,9 @@ def main() -> int:
             steps_per_generation=1,
             num_generations=args.samples,
             max_completion_length=6,
-            learning_rate=args.lr,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            learning_rate=lr,
             lr_scheduler_type="constant",
             max_grad_norm=0.0,  # the optimizer's
             gradient_checkpointing=False,
@@ -206,7 +222,7 @@ def main() -> int:
         )
         policy = plain_model(model, args.folder) if args.plain else Policy(model, args.folder)
         grpo_trainer.VLLMGeneration = Plain if args.plain else functools.partial(Ours, engine)
-        optimizer = samebits.torch.AdamW(policy, lr=args.lr, weight_decay=0.0, max_norm=1.0)
+        optimizer = samebits.torch.AdamW(policy, lr=lr, weight_decay=0.0, max_norm=1.0)
         trainer = (trl.GRPOTrainer if args.plain else Trainer)(
             policy, [reward], config, data, processing_class=tokenizer, optimizers=(optimizer, None), callbacks=[Told()]
         )
@@ -221,7 +237,7 @@ def main() -> int:
         model.load_state_dict(policy.state_dict())
     else:
         print(f"{trainer.compared} tokens: rollout, recomputation and training have the same bits")
-    engine.update(model)
+    engine.update(model, **{"adapter": name for name in engine.adapters})
     after = grpo.right(engine, tests)
     print(f"trained: {after:.1%} of {len(tests)} answers are right; {time.perf_counter() - started:.1f} s")
     if len(steps) != args.steps or any(differences) or set(ratios) != {1.0}:

@@ -11,6 +11,9 @@
 //! k3                 the mean of exp(d) - 1 - d: another one, never below 0
 //! probability_error  the mean of exp(|d|)
 //! clip_fraction      the share of tokens with exp(d) outside of 0.8 to 1.2
+//! max_dprob          the largest difference of exp(new) and exp(old)
+//! mean_dprob         their mean
+//! std_dprob          and their standard deviation, by one less than the tokens; 0 of one token
 //! pearson            the correlation of exp(old) and exp(new); 1 where neither varies
 //! ```
 //!
@@ -31,12 +34,15 @@ pub enum Metric {
     K3,
     ProbabilityError,
     ClipFraction,
+    MaxDprob,
+    MeanDprob,
+    StdDprob,
     Pearson,
 }
 
 impl Metric {
     /// All of them, with their names, in the order in which they are told.
-    pub const ALL: [(Metric, &str); 9] = [
+    pub const ALL: [(Metric, &str); 12] = [
         (Metric::Differ, "differ"),
         (Metric::Impossible, "impossible"),
         (Metric::MaxDlogp, "max_dlogp"),
@@ -45,6 +51,9 @@ impl Metric {
         (Metric::K3, "k3"),
         (Metric::ProbabilityError, "probability_error"),
         (Metric::ClipFraction, "clip_fraction"),
+        (Metric::MaxDprob, "max_dprob"),
+        (Metric::MeanDprob, "mean_dprob"),
+        (Metric::StdDprob, "std_dprob"),
         (Metric::Pearson, "pearson"),
     ];
 
@@ -120,6 +129,8 @@ pub struct Mismatch {
     k3: f64,
     ratio: f64,
     clipped: usize,
+    /// Of the differences of probabilities: the largest, their sum, and that of their squares.
+    of_probabilities: [f64; 3],
     /// Of exp(old) and exp(new): sums, sums of squares, and of their product.
     moments: [f64; 5],
 }
@@ -138,6 +149,9 @@ impl Mismatch {
         self.ratio += d.abs().exp();
         self.clipped += usize::from(!(0.8..=1.2).contains(&d.exp()));
         let (p, q) = (f64::from(old).exp(), f64::from(new).exp());
+        let [most, sum, squares] = self.of_probabilities;
+        let dp = (q - p).abs();
+        self.of_probabilities = [most.max(dp), sum + dp, squares + dp * dp];
         for (sum, term) in self.moments.iter_mut().zip([p, q, p * p, q * q, p * q]) {
             *sum += term;
         }
@@ -155,6 +169,12 @@ impl Mismatch {
             Metric::K3 => self.k3 / n,
             Metric::ProbabilityError => self.ratio / n,
             Metric::ClipFraction => self.clipped as f64 / n,
+            Metric::MaxDprob => self.of_probabilities[0],
+            Metric::MeanDprob => self.of_probabilities[1] / n,
+            Metric::StdDprob => {
+                let [_, sum, squares] = self.of_probabilities;
+                ((squares - sum * sum / n).max(0.0) / (n - 1.0).max(1.0)).sqrt()
+            }
             Metric::Pearson => self.pearson(n),
         }
     }
@@ -192,6 +212,11 @@ mod tests {
         is(Metric::K3, (0.5f64.exp() - 1.5 + (-0.25f64).exp() - 0.75) / 3.0);
         is(Metric::ProbabilityError, (1.0 + 0.5f64.exp() + 0.25f64.exp()) / 3.0);
         is(Metric::ClipFraction, 2.0 / 3.0);
+        let dp = [0.0, (-1.5f64).exp() - (-2.0f64).exp(), (-0.5f64).exp() - (-0.75f64).exp()];
+        let mean = dp.iter().sum::<f64>() / 3.0;
+        is(Metric::MaxDprob, dp[2]);
+        is(Metric::MeanDprob, mean);
+        is(Metric::StdDprob, (dp.iter().map(|d| (d - mean) * (d - mean)).sum::<f64>() / 2.0).sqrt());
         // By numpy.corrcoef.
         is(Metric::Pearson, 0.9949561188105573);
         found.add(-1.0, f32::NEG_INFINITY);

@@ -13,7 +13,7 @@ mod gradients;
 pub mod implementation;
 pub mod machine;
 pub mod measured;
-mod mismatch;
+pub mod mismatch;
 pub mod pairs;
 pub mod side;
 pub mod timing;

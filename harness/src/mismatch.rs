@@ -2,7 +2,7 @@
 
 use samebits_contract::mismatch::{Metric, Mismatch, Threshold};
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::ops::RangeInclusive;
 
@@ -11,7 +11,7 @@ use std::ops::RangeInclusive;
 struct Differs {
     sequence: usize,
     position: usize,
-    token: i32,
+    token: Option<i32>,
     old: f32,
     new: f32,
 }
@@ -53,18 +53,19 @@ fn range(power: u32) -> String {
 type Judged<'t> = (&'t Threshold, f64, bool);
 
 impl Found {
-    /// Takes in a text of `sequence` behind a prompt of `prompt` tokens: those that were sampled, what was recorded of each and
-    /// what was computed again.
+    /// Takes in the text number `sequence` behind a prompt of `prompt` tokens: what was recorded of each that was sampled and what
+    /// was computed again; `tokens` are these, or none where nobody knows them.
     pub fn add(&mut self, sequence: usize, prompt: usize, tokens: &[i32], old: &[f32], new: &[f32]) {
         self.texts += 1;
+        let length = old.len();
         let mut begins = None;
         for (i, (&old, &new)) in old.iter().zip(new).enumerate() {
-            let groups = [self.by_place.entry(power(i)), self.by_length.entry(power(tokens.len()))];
+            let groups = [self.by_place.entry(power(i)), self.by_length.entry(power(length))];
             groups.into_iter().for_each(|group| group.or_default().add(old, new));
             self.all.add(old, new);
             if old.to_bits() != new.to_bits() {
                 begins.get_or_insert(i);
-                let (position, token) = (prompt + i, tokens[i]);
+                let (position, token) = (prompt + i, tokens.get(i).copied());
                 self.first.get_or_insert(Differs { sequence, position, token, old, new });
             }
         }
@@ -101,9 +102,10 @@ impl Found {
             );
             let (error, pearson) = (of(Metric::ProbabilityError), of(Metric::Pearson));
             let _ = writeln!(text, "  probability error {error:.6}, Pearson of probabilities {pearson:.6}");
+            let which = token.map_or(String::new(), |token| format!(", token {token}"));
             let _ = writeln!(
                 text,
-                "  first: sequence {sequence}, position {position}, token {token}: {old} in the rollout, {new} now"
+                "  first: sequence {sequence}, position {position}{which}: {old} in the rollout, {new} now"
             );
             let impossible = of(Metric::Impossible);
             if impossible > 0.0 {
@@ -219,6 +221,23 @@ fn short(value: f64) -> String {
     }
 }
 
+/// Refuses a gate that judges nothing of models in a dtype.
+///
+/// # Errors
+/// The first that has no threshold, and those that there are.
+pub fn check_gates(thresholds: &[Threshold], gates: &[String], dtype: &str) -> Result<(), String> {
+    let bounds =
+        |gate: &String, line: &Threshold| line.dtype.as_deref().is_none_or(|of| of == dtype) && line.gate == *gate;
+    match gates.iter().find(|gate| !thresholds.iter().any(|line| bounds(gate, line))) {
+        None => Ok(()),
+        Some(gate) => {
+            let names: BTreeSet<&str> = thresholds.iter().map(|line| &line.gate[..]).collect();
+            let names = names.into_iter().collect::<Vec<_>>().join(", ");
+            Err(format!("{gate}: has no threshold for models in {dtype}; there are {names}"))
+        }
+    }
+}
+
 /// What a threshold asks.
 fn bound(line: &Threshold) -> String {
     let most = line.most.map(|most| format!("<= {most}"));
@@ -256,25 +275,30 @@ fn plot(groups: &BTreeMap<u32, Mismatch>) -> String {
         for (metric, colour, at) in [(Metric::MaxDlogp, "#c9d6ea", 0.1), (Metric::MeanDlogp, "#31598f", 0.3)] {
             let (y, width) = (height(group.metric(metric)), step * (1.0 - 2.0 * at));
             let (ground, left) = (SIZE[1] - 40.0, x + step * at);
-            let title =
-                format!("{}: {} {:.3e} of {} tokens", range(*power), metric.name(), group.metric(metric), group.tokens);
+            let title = format!(
+                "{}: {} {:.3e}; {} of {} tokens differ",
+                range(*power),
+                metric.name(),
+                group.metric(metric),
+                group.differ,
+                group.tokens
+            );
             let _ = write!(
                 svg,
                 "<rect x=\"{left:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{:.1}\" fill=\"{colour}\"><title>{title}</title></rect>",
                 (ground - y).max(0.5)
             );
         }
-        let (differ, tokens) = (group.differ, group.tokens);
-        let _ = write!(
-            svg,
-            "<text x=\"{0:.1}\" y=\"{1:.1}\" text-anchor=\"middle\">{2}</text><text x=\"{0:.1}\" y=\"{3:.1}\" text-anchor=\"middle\">{differ}/{tokens}</text>",
-            x + step / 2.0,
-            SIZE[1] - 24.0,
-            range(*power),
-            SIZE[1] - 8.0
-        );
+        // Many groups are narrow: where each begins, and the rest where one points.
+        let is_narrow = groups.len() > 8;
+        let label = if is_narrow { numbers(*power).start().to_string() } else { range(*power) };
+        let counts = if is_narrow { String::new() } else { format!("{}/{}", group.differ, group.tokens) };
+        for (line, y) in [(label, SIZE[1] - 24.0), (counts, SIZE[1] - 8.0)] {
+            let middle = x + step / 2.0;
+            let _ = write!(svg, "<text x=\"{middle:.1}\" y=\"{y:.1}\" text-anchor=\"middle\">{line}</text>");
+        }
     }
-    svg + "</svg><p>Dark: mean |dlogp|; light: the largest. Below: places, and tokens that differ of all.</p>"
+    svg + "</svg><p>Dark: mean |dlogp|; light: the largest. Below: which tokens, and how many of them differ.</p>"
 }
 
 #[cfg(test)]

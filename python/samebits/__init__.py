@@ -15,6 +15,7 @@ from .engine import Engine, Sample, Stream, Token
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .judging import Report, judge
+    from .records import mismatch
 
 __all__ = [
     "Cpu",
@@ -28,6 +29,7 @@ __all__ = [
     "check",
     "get_cpu",
     "judge",
+    "mismatch",
     "ops",
     "set_cpu",
 ]
@@ -53,4 +55,8 @@ def __getattr__(name: str) -> object:
         from . import judging
 
         return getattr(judging, name)
+    if name == "mismatch":
+        from .records import mismatch
+
+        return mismatch
     raise AttributeError(f"module `{__name__}` has no attribute `{name}`")

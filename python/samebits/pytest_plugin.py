@@ -6,18 +6,21 @@
 
 The marker takes what `samebits.judge` takes. The callable is judged once, before the first of its tests; each fails
 with what went against the contract. The body runs before, and may look at the judgment by the fixture `samebits_judgment`.
+The fixture `samebits_mismatch` holds log-probabilities that were recorded to thresholds: `samebits_mismatch(recorded, recomputed)`.
 A failure that a waiver covers is an expected failure; a waiver that nothing needed fails the test of its judgment.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import pytest
 
 from . import _native
 from .judging import Report, describe, judge, judgment_of, reason_of
+from .records import Mismatch
+from .records import mismatch as compare
 
 _reports: pytest.StashKey[dict[str, Report]] = pytest.StashKey()
 
@@ -86,6 +89,19 @@ def samebits_judgment(request: pytest.FixtureRequest) -> Judgment:
     if request.node.get_closest_marker("samebits") is None:
         raise pytest.UsageError("the fixture samebits_judgment is for tests with the marker samebits")
     return _judgment(request.node)
+
+
+@pytest.fixture
+def samebits_mismatch() -> Callable[..., Mismatch]:
+    """Holds recorded log-probabilities to gates: `samebits.mismatch`, which fails the test where one does not hold."""
+
+    def held(*args: Any, **kwargs: Any) -> Mismatch:
+        found = compare(*args, **kwargs)
+        if not found.ok:
+            pytest.fail(str(found), pytrace=False)
+        return found
+
+    return held
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,6 +7,7 @@ mod cuda;
 mod dlpack;
 mod engine;
 mod library;
+mod mismatch;
 mod model;
 mod tensor;
 mod text;
@@ -256,6 +257,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(axes, module)?)?;
     module.add_function(wrap_pyfunction!(stubs, module)?)?;
     module.add_function(wrap_pyfunction!(command, module)?)?;
+    module.add_function(wrap_pyfunction!(mismatch::mismatch, module)?)?;
+    module.add_function(wrap_pyfunction!(mismatch::thresholds_of, module)?)?;
     module.add_function(wrap_pyfunction!(model::read_folder, module)?)?;
     module.add_function(wrap_pyfunction!(model::folder_files, module)?)?;
     module.add_function(wrap_pyfunction!(model::config_text, module)?)?;

@@ -113,7 +113,7 @@ def test_one_bit_is_seen(texts, tmp_path):
     }.items():
         assert found[name] == pytest.approx(expected.item(), rel=1e-9, abs=1e-12), name
     code, said = score(tmp_path / "rollout.jsonl", "--gate", "none")
-    assert code == 2 and "--gate none: has no threshold for models in bf16; there are bitwise, nemo-rl, ws1" in said
+    assert code == 2 and "--gate none: has no threshold for models in bf16; there are bitwise, nemo-rl, slime, ws1" in said
 
 
 def test_metrics_are_those_of_other_means(texts, tmp_path):
@@ -130,6 +130,9 @@ def test_metrics_are_those_of_other_means(texts, tmp_path):
     assert found["mean_dlogp"] == pytest.approx(d.abs().mean().item(), rel=1e-6)
     assert found["k3"] == pytest.approx((d.exp() - 1 - d).mean().item(), rel=1e-5)
     assert found["pearson"] == pytest.approx(torch.corrcoef(torch.stack((old, new)).exp())[0, 1].item(), rel=1e-6)
+    diff = (old.exp() - new.exp()).abs()
+    for name, expected in {"max_dprob": diff.max(), "mean_dprob": diff.mean(), "std_dprob": diff.std()}.items():
+        assert found[name] == pytest.approx(expected.item(), rel=1e-6), name
     assert found["clip_fraction"] == ((d.exp() < 0.8) | (d.exp() > 1.2)).double().mean()
     assert sum(group["tokens"] for group in found["by_place"]) == found["tokens"] == sum(g["tokens"] for g in found["by_length"])
     # By thresholds of one's own.

@@ -141,6 +141,15 @@ fn training_finds_them_again(model: &Model, each: &[(Vec<i32>, Sampling)], sampl
     let batch = Batch { sequences: &sequences, count: &count, loss, sampled: Sampled::By(&narrow), groups: 1 };
     let line = model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).err().unwrap().to_string();
     assert!(line.contains("\"top_k\":1") && line.contains("leave out token "), "{line}");
+    // A token that does not count may be one of them: text of a tool among what was sampled.
+    let rule = SamplingRule { allowed_tokens: Some(vec![4, 7]), ..SamplingRule::at(0.7) };
+    let sampled = Sampled::By(&[Ruled { rule, prompt: 1 }]);
+    let (sequences, count) = ([vec![3, 4, 5, 7]], [vec![0, 1, 0, 1]]);
+    let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, sampled, groups: 1 };
+    let found = model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap();
+    assert!(found.logprob[0][2] == f32::NEG_INFINITY && found.loss.is_finite());
+    let mut values = found.parameters.values().flat_map(|t| t.as_slice::<f32>().unwrap());
+    assert!(values.clone().all(|v| v.is_finite()) && values.any(|v| *v != 0.0));
 }
 
 #[test]

@@ -1,12 +1,12 @@
 use super::{Folder, Machine, On, counting, place};
-use crate::mismatch::Found;
+use crate::mismatch::{Found, check_gates};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use samebits_contract::atomic_write;
 use samebits_contract::mismatch::{self, Threshold};
 use samebits_models::{AdapterChoice, Config, Grouping, Model, PageOrder, Precision, Run, SamplingRule, Schedule};
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -167,15 +167,7 @@ fn thresholds(args: &Args) -> Result<Vec<Threshold>> {
 fn gates(args: &Args, first: &First, thresholds: &[Threshold], dtype: Precision) -> Result<Vec<String>> {
     let default = if first.recorded_by.is_some() { "nemo-rl" } else { "bitwise" };
     let gates = if args.gate.is_empty() { vec![default.to_string()] } else { args.gate.clone() };
-    for gate in &gates {
-        let bounds =
-            |line: &&Threshold| line.dtype.as_deref().is_none_or(|of| of == dtype.name()) && line.gate == *gate;
-        if !thresholds.iter().any(|line| bounds(&line)) {
-            let names: BTreeSet<&str> = thresholds.iter().map(|line| &line.gate[..]).collect();
-            let names = names.into_iter().collect::<Vec<_>>().join(", ");
-            bail!("--gate {gate}: has no threshold for models in {}; there are {names}", dtype.name());
-        }
-    }
+    check_gates(thresholds, &gates, dtype.name()).map_err(|why| anyhow!("--gate {why}"))?;
     Ok(gates)
 }
 
