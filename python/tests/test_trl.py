@@ -47,6 +47,13 @@ def test_the_difference_is_nothing(example, capsys):
     assert not any("loss +0.000000" == line for line in found)
 
 
+def test_a_part_of_the_distribution_and_an_adapter(example, capsys):
+    _, run = example
+    assert run(*SHORT, "--temperature", 0.7, "--top-p", 0.9, "--lora", 4) == 0
+    found = steps(capsys.readouterr().out)
+    assert len(found) == 2 and all("sampling_logp_difference/mean 0 max 0 ratio 1 to 1" in line for line in found)
+
+
 def test_without_us_it_is_not(example, capsys):
     _, run = example
     assert run("--plain", *SHORT) == 1
