@@ -17,7 +17,7 @@ import torch
 from samebits import adapters
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = "--steps 2 --prompts 6 --samples 4 --tests 20 --goal 0 --noise 1.5".split()
+SHORT = "--steps 2 --prompts 6 --samples 4 --tests 20 --goal 0 --noise 3".split()
 
 
 @pytest.fixture
