@@ -225,15 +225,14 @@ impl<'a> Weights<'a> {
         weights
     }
 
-    /// The tensors of the folder `dir` in f32, finite all of them, each read when it is asked for.
-    pub fn read_all(dir: &Path) -> Result<impl Iterator<Item = Result<(String, Tensor), ModelError>>, ModelError> {
-        let mut weights = Weights::open(dir)?;
+    /// The tensors that are left in f32, finite all of them, each read when it is asked for.
+    pub fn read_all(mut self) -> impl Iterator<Item = Result<(String, Tensor), ModelError>> {
         let names: Vec<(String, Vec<usize>)> =
-            weights.left().map(|(name, stored)| (name.clone(), stored.shape.clone())).collect();
-        Ok(names.into_iter().map(move |(name, shape)| {
-            let values = Tensor::new(weights.take::<f32>(&name, &shape)?, &shape)?;
+            self.left().map(|(name, stored)| (name.clone(), stored.shape.clone())).collect();
+        names.into_iter().map(move |(name, shape)| {
+            let values = Tensor::new(self.take::<f32>(&name, &shape)?, &shape)?;
             Ok((name, values))
-        }))
+        })
     }
 
     /// Rounds every parameter to `dtype` first, also those that are read in f32: what a step of training leaves.

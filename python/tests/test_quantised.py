@@ -10,6 +10,7 @@ import samebits.torch
 import torch
 from conftest import same
 from safetensors.torch import load_file, save_file
+from test_causal_lm import command
 from test_engine import CHECKPOINTS, told
 
 HOW = {"max_tokens": 8, "temperature": 1.0, "seed": 5, "ignore_eos": True}
@@ -243,6 +244,7 @@ def test_a_bias_of_zeros_that_no_model_has_is_passed_by(tmp_path):
     stored = load_file(tmp_path / "quantised/model.safetensors")
     save_file(stored | {AT + "bias": torch.zeros(80)}, tmp_path / "quantised/model.safetensors")
     assert told(samebits.Engine(tmp_path / "quantised", dtype="bf16").generate(PROMPTS, 1, **HOW)) == samples
+    assert AT + "bias" not in samebits.torch.CausalLM.from_pretrained(tmp_path / "quantised").state_dict()
 
 
 def test_saved_folders_are_plain(tmp_path):
@@ -252,3 +254,24 @@ def test_saved_folders_are_plain(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "saved/config.json").read_text())
     again = samebits.torch.CausalLM.from_pretrained(tmp_path / "saved", dtype="fp32")
     assert all(same(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_every_verb_takes_it(tmp_path):
+    write("qwen3", GPTQ, tmp_path / "quantised", tmp_path / "plain")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"tokens": prompt}) + "\n" for prompt in PROMPTS))
+    data = CHECKPOINTS.parent / "gradients/qwen3.safetensors"
+    said = []
+    for which in ("quantised", "plain"):
+        model, out = tmp_path / which, tmp_path / f"{which}.jsonl"
+        how = ["--samples", "2", "--max-tokens", "6", "--temperature", "1.0", "--seed", "3", "--dtype", "bf16"]
+        command("rollout", "--model", model, "--prompts", tmp_path / "prompts.jsonl", "--out", out, *how)
+        command("score", "--model", model, "--rollout", out)
+        command("audit", model)
+        trained = tmp_path / f"{which} trained"
+        command("train", "--model", model, "--data", data, "--out", trained, "--steps", "1", "--batch", "2", "--lr", "0.01", "--dtype", "fp32")
+        _, *lines = map(json.loads, out.read_text().splitlines())
+        said.append(([(line["tokens"], line["logprobs"]) for line in lines], load_file(next(trained.rglob("model.safetensors")))))
+        assert "quantization_config" not in json.loads(next(trained.rglob("config.json")).read_text())
+    (samples, weights), (wanted, plain) = said
+    assert samples == wanted and weights.keys() == plain.keys()
+    assert all(same(weights[name], plain[name]) for name in plain)

@@ -223,7 +223,7 @@ impl<'a> Weights<'a> {
     }
 
     /// Drops biases that the model has no place for and that change nothing: some tools store one with every matrix.
-    pub(super) fn drop_biases_of_zeros(&mut self, wanted: &BTreeMap<String, Vec<usize>>) -> Result<(), ModelError> {
+    pub fn drop_biases_of_zeros(&mut self, wanted: &BTreeMap<String, Vec<usize>>) -> Result<(), ModelError> {
         let is_quantised = |matrix: &str| {
             let weight = self.tensors.get(&format!("{matrix}.weight"));
             weight.is_some_and(|weight| matches!(weight.form, Form::Quantised(_)))
