@@ -8,7 +8,7 @@ use crate::fields::Fields;
 use crate::layers::head::Finish;
 use crate::layers::{LayerPlan, attend, attention, branch, is_size, moe, norm, per_layer, shared, time_mix};
 use crate::rotary::{RopeLength, Rotary};
-use crate::{Family, ModelError, families, gguf};
+use crate::{Family, ModelError, families, gguf, quantised};
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -139,11 +139,16 @@ impl Config {
     /// Reads what all families share, lets the family read what is its own, and looks at the rest.
     pub(crate) fn read(fields: Fields) -> Result<Config, ModelError> {
         let (family, fields) = Family::read(fields)?;
-        for field in ["quantization_config", "compression_config"] {
-            if fields.get(field).is_some_and(|value| !(family.mxfp4 && value["quant_method"] == "mxfp4")) {
-                let why = "is set; supported are plain BF16, F16 or F32 weights, so load an unquantised folder";
-                fields.refuse(field, why);
+        if let Some(value) = fields.get("quantization_config") {
+            let complaints = quantised::read(value).err().unwrap_or_default();
+            complaints.into_iter().for_each(|(field, why)| fields.refuse(field, why));
+            if value["quant_method"] == "mxfp4" && !family.mxfp4 {
+                fields.refuse("quantization_config.quant_method", "is \"mxfp4\", which this family does not have");
             }
+        }
+        if fields.get("compression_config").is_some() {
+            let why = "is set; supported is quantization_config, or plain BF16, F16 or F32 weights";
+            fields.refuse("compression_config", why);
         }
         let counted = || {
             let list = family.counted.iter().find_map(|field| fields.get(field))?;
@@ -675,7 +680,7 @@ mod tests {
                 json!({"num_local_experts": 4, "num_experts_per_tok": 5}),
                 "`num_experts_per_tok` is 5; there are 4",
             ),
-            ("qwen3", json!({"quantization_config": {"bits": 4}}), "`quantization_config` is set"),
+            ("qwen3", json!({"quantization_config": {"bits": 4}}), "`quantization_config.quant_method` is missing"),
             (
                 "qwen3",
                 json!({"layer_types": ["full_attention", "sliding_attention"]}),
@@ -1459,7 +1464,11 @@ mod tests {
                 "`tie_word_embeddings` is true, but text_config says false",
             ),
             (json!({"hidden_size": 4}), json!({}), "`hidden_size` is 4, but text_config says 48"),
-            (json!({"quantization_config": {"quant_method": "fp8"}}), json!({}), "`quantization_config` is set"),
+            (
+                json!({"quantization_config": {"quant_method": "fp8"}}),
+                json!({}),
+                "`quantization_config.quant_method` is \"fp8\"",
+            ),
             (json!({"sliding_window": 4}), json!({}), "`sliding_window` is 4, which this family does not know"),
             (json!({}), json!({"linear_num_value_heads": 3}), "`text_config.linear_num_value_heads` is 3"),
         ] {

@@ -47,6 +47,7 @@ mod model;
 mod mxfp4;
 mod pass;
 mod pth;
+mod quantised;
 #[cfg(test)]
 mod reference;
 mod rollout;

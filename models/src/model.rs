@@ -1,5 +1,5 @@
 use crate::adapters::Adapters;
-use crate::decoder::{Decoder, Runner, listed};
+use crate::decoder::{Decoder, Runner, expected, listed};
 use crate::generate::{self, Generation};
 use crate::machine::Machine;
 use crate::memory::buffer;
@@ -296,7 +296,11 @@ impl Model {
     /// # Errors
     /// A file that is missing or damaged; a tensor that is not finite, or of another dtype than BF16, F16 and F32.
     pub fn read_tensors(dir: &Path) -> Result<BTreeMap<String, Tensor>, ModelError> {
-        Weights::read_all(dir)?.collect()
+        let mut weights = Weights::open(dir)?;
+        if let Ok(config) = Config::load(dir) {
+            weights.drop_biases_of_zeros(&expected(&config))?;
+        }
+        weights.read_all().collect()
     }
 
     /// Name and shape of every parameter.

@@ -102,7 +102,7 @@ impl Trainer {
         let decoder = Decoder::load(&config, files, dtype, cpu, false).map_err(|e| Audit::all_of(dir, e))?;
         let Decoder { config, parameters, constants, .. } = decoder;
         let (mut state, mut tensors) = (BTreeMap::new(), BTreeMap::new());
-        for read in Weights::read_all(dir)? {
+        for read in Weights::open(dir)?.read_all() {
             let (name, values) = read?;
             if parameters.contains_key(&name) {
                 tensors.insert(name.clone(), Arc::new(round(cpu, &values, dtype)?));
@@ -133,7 +133,7 @@ impl Trainer {
         let folder = Arc::new(PeftFolder::read(adapter, (&decoder.parameters, &decoder.adaptable))?);
         Adapters::of_training(&folder, folder.tensors(), cpu)?.trained(true)?;
         let (mut state, mut digest) = (BTreeMap::new(), Sha256::new());
-        for read in Weights::read_all(dir)? {
+        for read in Weights::open(dir)?.read_all() {
             let (name, values) = read?;
             if decoder.parameters.contains_key(&name) {
                 digest.update(sha256([values.as_slice::<f32>().expect("it is f32, and on the host")]));

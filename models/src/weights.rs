@@ -11,7 +11,7 @@ use crate::files::{open, parse, read_object};
 use crate::layers::linear::Source;
 use crate::machine::typed;
 use crate::memory::buffer;
-use crate::{Config, ModelError, PeftFolder, gguf, mxfp4, pth};
+use crate::{Config, ModelError, PeftFolder, gguf, mxfp4, pth, quantised};
 use safetensors::tensor::{Dtype, TensorInfo};
 use samebits_ops::{DType, Element, Tensor, TensorRef, bf16, f16};
 use serde_json::Value;
@@ -22,6 +22,7 @@ use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
+mod integers;
 mod names;
 
 const WHOLE: &str = "model.safetensors";
@@ -81,6 +82,8 @@ enum Form {
     Scaled(usize, Range<u64>),
     /// As those of a GGUF file, and in how many heads, where rows of heads stand pair by pair.
     Packed(gguf::Format, Option<usize>),
+    /// As small integers, with what they are scaled by.
+    Quantised(Box<integers::Parts>),
 }
 
 /// Bytes read at a time.
@@ -103,9 +106,12 @@ impl<'a> Weights<'a> {
             (true, false) => {
                 let mut weights = Weights::empty(&whole);
                 weights.add_shard(&whole)?;
-                Ok(weights.of_models())
+                Ok(weights.with_quantised(&quantised::of(dir)?)?.of_models())
             }
-            (false, true) => Ok(Weights::open_shards(dir, &index)?.of_models()),
+            (false, true) => {
+                let weights = Weights::open_shards(dir, &index)?;
+                Ok(weights.with_quantised(&quantised::of(dir)?)?.of_models())
+            }
         }
     }
 
@@ -219,15 +225,14 @@ impl<'a> Weights<'a> {
         weights
     }
 
-    /// The tensors of the folder `dir` in f32, finite all of them, each read when it is asked for.
-    pub fn read_all(dir: &Path) -> Result<impl Iterator<Item = Result<(String, Tensor), ModelError>>, ModelError> {
-        let mut weights = Weights::open(dir)?;
+    /// The tensors that are left in f32, finite all of them, each read when it is asked for.
+    pub fn read_all(mut self) -> impl Iterator<Item = Result<(String, Tensor), ModelError>> {
         let names: Vec<(String, Vec<usize>)> =
-            weights.left().map(|(name, stored)| (name.clone(), stored.shape.clone())).collect();
-        Ok(names.into_iter().map(move |(name, shape)| {
-            let values = Tensor::new(weights.take::<f32>(&name, &shape)?, &shape)?;
+            self.left().map(|(name, stored)| (name.clone(), stored.shape.clone())).collect();
+        names.into_iter().map(move |(name, shape)| {
+            let values = Tensor::new(self.take::<f32>(&name, &shape)?, &shape)?;
             Ok((name, values))
-        }))
+        })
     }
 
     /// Rounds every parameter to `dtype` first, also those that are read in f32: what a step of training leaves.
@@ -333,6 +338,7 @@ impl<'a> Weights<'a> {
             self.left().filter(|(name, it)| is_buffer(name, it)).map(|(name, _)| name.clone()).collect();
         buffers.iter().for_each(|name| drop(self.tensors.remove(name)));
         let mut complaints = self.drop_again(config);
+        complaints.extend(self.drop_biases_of_zeros(&wanted).err());
         for (name, stored) in &self.tensors {
             let bad = |why: String| ModelError::tensor(self.shard(stored), name, why);
             match wanted.remove(name) {
@@ -510,6 +516,7 @@ impl<'a> Weights<'a> {
             Form::Plain => {}
             Form::Scaled(shard, scales) => return self.expand(name, stored, *shard, scales),
             Form::Packed(format, heads) => return self.unpack(name, stored, *format, *heads),
+            Form::Quantised(parts) => return self.dequantise(name, stored, parts),
         }
         let width = match stored.dtype {
             Dtype::BF16 | Dtype::F16 => 2,
@@ -589,21 +596,15 @@ impl<'a> Weights<'a> {
     ) -> Result<Vec<T>, ModelError> {
         let mut data: Vec<T> = buffer(&stored.shape)?;
         let (count, matrix) = (stored.shape[0], stored.shape[1..].iter().product::<usize>());
-        let mut part = |shard: usize, bytes: &Range<u64>, number: usize| -> Result<Vec<u8>, ModelError> {
-            let (path, file) = &mut self.shards[shard];
+        let part = |bytes: &Range<u64>, number: usize| {
             let length = (bytes.end - bytes.start) / count as u64;
-            // No more than the file has.
-            let mut read = vec![0; length as usize];
-            file.seek(SeekFrom::Start(bytes.start + number as u64 * length))
-                .and_then(|_| file.read_exact(&mut read))
-                .map_err(|e| ModelError::tensor(path, name, format!("cannot be read: {e}")))?;
-            self.taken += length;
-            (self.progress)(self.taken, self.total);
-            Ok(read)
+            let start = bytes.start + number as u64 * length;
+            start..start + length
         };
         // Where a matrix has no elements there is nothing to cut into parts.
         for (number, data) in data.chunks_mut(matrix.max(1)).enumerate() {
-            let (blocks, scales) = (part(stored.shard, &stored.bytes, number)?, part(shard, scales, number)?);
+            let blocks = self.bytes(name, stored.shard, &part(&stored.bytes, number))?;
+            let scales = self.bytes(name, shard, &part(scales, number))?;
             mxfp4::expand(&blocks, &scales, stored.shape[2], data);
         }
         Ok(data)

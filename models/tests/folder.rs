@@ -362,7 +362,7 @@ fn mxfp4_that_is_not_whole_is_refused() {
     // No other family has it.
     let llama = copy("llama");
     change_json(&llama, "config.json", |config| config["quantization_config"] = json!({"quant_method": "mxfp4"}));
-    assert_refused(&llama, &["`quantization_config` is set"]);
+    assert_refused(&llama, &["`quantization_config.quant_method` is \"mxfp4\""]);
 }
 
 /// Folders whose tensors have the names of another class of transformers.

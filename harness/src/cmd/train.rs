@@ -263,6 +263,9 @@ fn trained_config(dir: &Path, dtype: Precision, rope_length: Option<usize>) -> R
         }
     }
     config.remove("quantization_config");
+    if let Some(Value::Object(text)) = config.get_mut("text_config") {
+        text.remove("quantization_config");
+    }
     if let Some(length) = rope_length {
         config.insert(ROPE_LENGTH.into(), length.into());
     }

@@ -237,8 +237,10 @@ class CausalLM(torch.nn.Module):
         config = dict(self.config)
         named = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[self.dtype]
         config |= {key: named for key in ("torch_dtype", "dtype") if key in config or (key == "dtype" and "torch_dtype" not in config)}
-        # Experts that were packed are written as what they expand to.
+        # Matrices that were packed are written as what they expand to.
         config.pop("quantization_config", None)
+        if isinstance(text := config.get("text_config"), dict):
+            config["text_config"] = {field: value for field, value in text.items() if field != "quantization_config"}
         if self._depends:
             config["samebits_rope_length"] = self.rope_length
         with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
