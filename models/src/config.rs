@@ -83,6 +83,21 @@ fn without_config(dir: &Path, path: &Path) -> Result<Option<Map<String, Value>>,
     }
 }
 
+/// Refuses matrices that are stored in a way that is not read.
+fn matrices_are_read(family: Family, fields: &Fields) {
+    if let Some(value) = fields.get("quantization_config") {
+        let complaints = quantised::read(value).err().unwrap_or_default();
+        complaints.into_iter().for_each(|(field, why)| fields.refuse(field, why));
+        if value["quant_method"] == "mxfp4" && !family.mxfp4 {
+            fields.refuse("quantization_config.quant_method", "is \"mxfp4\", which this family does not have");
+        }
+    }
+    if fields.get("compression_config").is_some() {
+        let why = "is set; supported is quantization_config, or plain BF16, F16 or F32 weights";
+        fields.refuse("compression_config", why);
+    }
+}
+
 impl Config {
     /// Reads `config.json` and, where there is one, `generation_config.json` of the folder `dir`.
     ///
@@ -139,17 +154,7 @@ impl Config {
     /// Reads what all families share, lets the family read what is its own, and looks at the rest.
     pub(crate) fn read(fields: Fields) -> Result<Config, ModelError> {
         let (family, fields) = Family::read(fields)?;
-        if let Some(value) = fields.get("quantization_config") {
-            let complaints = quantised::read(value).err().unwrap_or_default();
-            complaints.into_iter().for_each(|(field, why)| fields.refuse(field, why));
-            if value["quant_method"] == "mxfp4" && !family.mxfp4 {
-                fields.refuse("quantization_config.quant_method", "is \"mxfp4\", which this family does not have");
-            }
-        }
-        if fields.get("compression_config").is_some() {
-            let why = "is set; supported is quantization_config, or plain BF16, F16 or F32 weights";
-            fields.refuse("compression_config", why);
-        }
+        matrices_are_read(family, &fields);
         let counted = || {
             let list = family.counted.iter().find_map(|field| fields.get(field))?;
             let letters = || list.as_str().map(|letters| letters.chars().count());
