@@ -80,8 +80,7 @@ impl Scheme {
     /// Zeros as `[N,groups]`: in words as the integers, or in bytes, signed.
     fn zeros(&self, n: usize, groups: usize, stored: Option<Zeros>) -> Vec<i32> {
         let half = if self.order == Order::Rows { 1 << (self.bits - 1) } else { 0 };
-        // The lowest bit of each integer of a word.
-        let ones = if self.one_less { u32::MAX / ((1u64 << self.bits) - 1) as u32 } else { 0 };
+        let less = i32::from(self.one_less);
         let a_word = self.a_word();
         let of = |row: usize, group: usize| match stored {
             None => half,
@@ -91,8 +90,7 @@ impl Scheme {
                     Order::Rows | Order::Bytes => row / a_word * groups + group,
                     Order::Awq | Order::Gptq => group * n.div_ceil(a_word) + row / a_word,
                 };
-                // What was taken off a whole word is added to it, so that what one borrowed from another is given back.
-                self.part(word(bytes, at).wrapping_add(ones), row % a_word)
+                self.part(word(bytes, at), row % a_word) + less
             }
         };
         (0..n).flat_map(|row| (0..groups).map(move |group| (row, group))).map(|(row, group)| of(row, group)).collect()
@@ -489,16 +487,15 @@ mod tests {
         assert_eq!(y, [0.0, 4.0, 1.0, 5.0, 2.0, 6.0, 3.0, 7.0]);
     }
 
-    /// Eight columns of one row, whose groups the folder says. A zero is stored as one less, also where that borrows.
+    /// Eight columns of one row, whose groups the folder says. A zero is stored as one less, so it may be 16.
     #[test]
     fn words_of_gptq() {
-        // Of the second group z is 0 in the first row, which borrows from the 5 behind it.
-        let zeros = bytes(&[0x01, 0x50].map(|zeros: u32| zeros.wrapping_sub(0x1111_1111)));
+        let zeros = bytes(&[0x00, 0x4f]);
         let scales = [0.5, 2.0, 10.0, 20.0];
         let beside = Beside { scales: &scales, zeros: Some(Zeros::Words(&zeros)), columns: &[1, 1, 0, 0, 0, 0, 1, 0] };
         let y = expanded(&scheme(Order::Gptq, 4), 2, &[0x7654_3210, 0x7654_3210], &beside);
-        assert_eq!(y[..8], [0.0, 10.0, 0.5, 1.0, 1.5, 2.0, 60.0, 3.0]);
-        assert_eq!(y[8..], [-100.0, -80.0, 4.0, 6.0, 8.0, 10.0, 20.0, 14.0]);
+        assert_eq!(y[..8], [-160.0, -150.0, 0.5, 1.0, 1.5, 2.0, -100.0, 3.0]);
+        assert_eq!(y[8..], [-100.0, -80.0, 2.0, 4.0, 6.0, 8.0, 20.0, 12.0]);
     }
 
     /// A row of five columns of a byte each in words, with half the range added, and signed bytes.

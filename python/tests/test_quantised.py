@@ -38,18 +38,17 @@ def parts(x, scheme, draw):
         of_column = draw.permutation(of_column)
     top = 1 << bits
     q = draw.integers(0, top, (rows, columns))
-    # Zeros of 0, and scales below 0, have zeros with a sign.
-    z = draw.integers(0, top, (rows, groups)) if scheme.get("zeros", True) else np.full((rows, groups), top // 2)
+    # Stored as one less they are 1 to 16.
+    less = int(method == "gptq" and not scheme.get("v2"))
+    # Differences of 0, and scales below 0, have zeros with a sign.
+    z = draw.integers(less, top + less, (rows, groups)) if scheme.get("zeros", True) else np.full((rows, groups), top // 2)
     dtype = scheme.get("dtype", torch.float16)
     scales = torch.from_numpy(draw.normal(0, 0.1 / top, (rows, groups)).astype(np.float32)).to(dtype)
     numbers = torch.from_numpy((q - z[:, of_column]).astype(np.float32)) * scales.float()[:, of_column]
     if method == "awq":
         stored = {"qweight": words(q.T, 4, AWQ), "qzeros": words(z.T, 4, AWQ), "scales": scales.T}
     elif method == "gptq":
-        zeros = words(z.T, bits)
-        if not scheme.get("v2"):
-            zeros -= sum(1 << at for at in range(0, 32, bits))
-        stored = {"qweight": words(q, bits).T, "qzeros": zeros, "scales": scales.T}
+        stored = {"qweight": words(q, bits).T, "qzeros": words(z.T - less, bits), "scales": scales.T}
         if scheme.get("listed", True):
             stored["g_idx"] = torch.from_numpy(of_column.astype(np.int32))
     elif method == "packed":
