@@ -1,6 +1,7 @@
 //! What `samebits score` tells of records: metrics, where in texts they begin to differ, and what gates say of them.
 
 use samebits_contract::mismatch::{Metric, Mismatch, Threshold};
+use samebits_reports::escaped;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -242,10 +243,6 @@ pub fn check_gates(thresholds: &[Threshold], gates: &[String], dtype: &str) -> R
 fn bound(line: &Threshold) -> String {
     let most = line.most.map(|most| format!("<= {most}"));
     most.into_iter().chain(line.least.map(|least| format!(">= {least}"))).collect::<Vec<_>>().join(" and ")
-}
-
-fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}\

@@ -82,6 +82,19 @@ const BLOCK: usize = 65536;
 /// The elements that a step makes before their digest is made; few in tests, whose tensors are small.
 const PIECE: usize = if cfg!(test) { 1000 } else { 1 << 22 };
 
+/// The decoder of a folder at a rope length, packed or not.
+fn decoder_of(
+    dir: &Path,
+    rope_length: Option<usize>,
+    (cpu, dtype, packs): (&Cpu, DType, bool),
+    progress: impl FnMut(u64, u64),
+) -> Result<Decoder, ModelError> {
+    let mut config = Config::load(dir)?;
+    rope_length.map_or(Ok(()), |length| config.declare(length))?;
+    let files = Weights::open(dir)?.report_to(progress);
+    Decoder::load(&config, files, dtype, cpu, packs).map_err(|e| Audit::all_of(dir, e))
+}
+
 impl Trainer {
     /// Begins with the weights of the Hugging Face folder `dir`, at another rope length where one is given.
     ///
@@ -94,12 +107,9 @@ impl Trainer {
         cpu: &Cpu,
         progress: impl FnMut(u64, u64),
     ) -> Result<Trainer, ModelError> {
-        let mut config = Config::load(dir)?;
-        rope_length.map_or(Ok(()), |length| config.declare(length))?;
         let dtype = precision.dtype();
         // All that a forward reads is checked here; what its decoder holds is made again from the rounded weights.
-        let files = Weights::open(dir)?.report_to(progress);
-        let decoder = Decoder::load(&config, files, dtype, cpu, false).map_err(|e| Audit::all_of(dir, e))?;
+        let decoder = decoder_of(dir, rope_length, (cpu, dtype, false), progress)?;
         let Decoder { config, parameters, constants, .. } = decoder;
         let (mut state, mut tensors) = (BTreeMap::new(), BTreeMap::new());
         for read in Weights::open(dir)?.read_all() {
@@ -126,10 +136,7 @@ impl Trainer {
         cpu: &Cpu,
         progress: impl FnMut(u64, u64),
     ) -> Result<Trainer, ModelError> {
-        let mut config = Config::load(dir)?;
-        rope_length.map_or(Ok(()), |length| config.declare(length))?;
-        let files = Weights::open(dir)?.report_to(progress);
-        let decoder = Decoder::load(&config, files, precision.dtype(), cpu, true).map_err(|e| Audit::all_of(dir, e))?;
+        let decoder = decoder_of(dir, rope_length, (cpu, precision.dtype(), true), progress)?;
         let folder = Arc::new(PeftFolder::read(adapter, (&decoder.parameters, &decoder.adaptable))?);
         Adapters::of_training(&folder, folder.tensors(), cpu)?.trained(true)?;
         let (mut state, mut digest) = (BTreeMap::new(), Sha256::new());

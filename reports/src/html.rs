@@ -333,7 +333,8 @@ fn script_safe(json: &str) -> String {
     json.replace('&', "\\u0026").replace('<', "\\u003c").replace('>', "\\u003e")
 }
 
-pub(crate) fn escaped(text: &str) -> String {
+/// A text as HTML shows it, within an attribute too.
+pub fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;").replace('\'', "&#39;")
 }
 

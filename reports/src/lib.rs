@@ -23,6 +23,7 @@ mod text;
 
 pub use annotate::annotations;
 pub use compare::{Change, Changes, Kind, changes};
+pub use html::escaped;
 pub use narrow::notes;
 pub use read::{ReportError, RunFolder, read, record};
 pub use summary::{Counts, Summary};
