@@ -48,6 +48,7 @@ mod mxfp4;
 mod pass;
 mod pth;
 mod quantised;
+mod quantize;
 #[cfg(test)]
 mod reference;
 mod rollout;
@@ -65,13 +66,14 @@ mod weights;
 
 pub use adapters::{ADAPTER_CONFIG, ADAPTER_TENSORS, AdapterChoice, PeftFolder, named_folder};
 pub use audit::{Audit, Finding, TensorReport};
-pub use config::{Config, ROPE_LENGTH};
+pub use config::{Config, ROPE_LENGTH, StorageContract};
 pub use engine::Engine;
 pub use error::ModelError;
 pub use families::Family;
 pub use generate::{Generation, Stop};
 pub use gradients::{Accumulator, Batch, Forward, GradientRun, Gradients, Loss, Padding};
-pub use model::{Model, Precision, folder_files};
+pub use model::{Model, ModelFolder, Precision, folder_files};
+pub use quantize::{Quantizing, Storage};
 pub use rollout::{Event, Sample, Serving, Timing};
 pub use rotary::{RopeLength, Rotary, Scaling};
 pub use sampling::{Ruled, Sampled, Sampling, SamplingRule};

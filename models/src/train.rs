@@ -11,7 +11,7 @@ use crate::machine::typed;
 use crate::memory::buffer;
 use crate::sums::zeros;
 use crate::weights::Weights;
-use crate::{Audit, Batch, Config, GradientRun, ModelError, Precision};
+use crate::{Audit, Batch, Config, GradientRun, ModelError, Precision, StorageContract};
 use samebits_ops::{AdamW, Attributes, Backend, Cpu, DType, Element, Tensor, TensorMut, TensorRef, adamw};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -90,6 +90,7 @@ fn decoder_of(
     progress: impl FnMut(u64, u64),
 ) -> Result<Decoder, ModelError> {
     let mut config = Config::load(dir)?;
+    config.admitted(dir, StorageContract::Ws1)?;
     rope_length.map_or(Ok(()), |length| config.declare(length))?;
     let files = Weights::open(dir)?.report_to(progress);
     Decoder::load(&config, files, dtype, cpu, packs).map_err(|e| Audit::all_of(dir, e))

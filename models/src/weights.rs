@@ -22,6 +22,7 @@ use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
+mod float8;
 mod integers;
 mod names;
 
@@ -84,6 +85,8 @@ enum Form {
     Packed(gguf::Format, Option<usize>),
     /// As small integers, with what they are scaled by.
     Quantised(Box<integers::Parts>),
+    /// As floats of 8 bits, with the scales of blocks.
+    Float8(Box<float8::Float8>),
 }
 
 /// Bytes read at a time.
@@ -106,13 +109,15 @@ impl<'a> Weights<'a> {
             (true, false) => {
                 let mut weights = Weights::empty(&whole);
                 weights.add_shard(&whole)?;
-                Ok(weights.with_quantised(&quantised::of(dir)?)?.of_models())
+                weights.with_stored(&quantised::of(dir)?)
             }
-            (false, true) => {
-                let weights = Weights::open_shards(dir, &index)?;
-                Ok(weights.with_quantised(&quantised::of(dir)?)?.of_models())
-            }
+            (false, true) => Weights::open_shards(dir, &index)?.with_stored(&quantised::of(dir)?),
         }
+    }
+
+    /// Those of a folder that stores matrices so.
+    fn with_stored(self, stored: &quantised::Stored) -> Result<Weights<'a>, ModelError> {
+        Ok(self.with_quantised(&stored.schemes)?.with_float8(stored.float8)?.of_models())
     }
 
     /// Opens a file that torch.save wrote.
@@ -477,6 +482,19 @@ impl<'a> Weights<'a> {
         Ok(there.clone())
     }
 
+    /// The elements of a tensor, which stays, finite all of them, in f32.
+    pub fn numbers(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {
+        let stored = self.tensors.remove(name).expect("it is listed");
+        let values = self.read::<f32>(name, &stored);
+        let path = self.shard(&stored).clone();
+        let checked = values.and_then(|values| {
+            assert_eq!(values.len(), shape.iter().product::<usize>(), "all of its elements");
+            check_finite(&path, name, &stored, &values).map(|()| values)
+        });
+        self.tensors.insert(name.into(), stored);
+        checked
+    }
+
     /// Takes something that is no parameter, in f32.
     pub fn constant(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
         self.constants.insert(name.into(), shape.into());
@@ -517,6 +535,7 @@ impl<'a> Weights<'a> {
             Form::Scaled(shard, scales) => return self.expand(name, stored, *shard, scales),
             Form::Packed(format, heads) => return self.unpack(name, stored, *format, *heads),
             Form::Quantised(parts) => return self.dequantise(name, stored, parts),
+            Form::Float8(parts) => return self.widen_float8(name, stored, parts),
         }
         let width = match stored.dtype {
             Dtype::BF16 | Dtype::F16 => 2,
@@ -612,7 +631,7 @@ impl<'a> Weights<'a> {
 }
 
 /// Where folders have a row that is stored as number 2j + s of its head of `width` rows: at j + s * width / 2.
-fn unpaired(row: usize, width: usize) -> usize {
+pub(crate) fn unpaired(row: usize, width: usize) -> usize {
     let (head, within) = (row / width, row % width);
     head * width + within / 2 + within % 2 * (width / 2)
 }

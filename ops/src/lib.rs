@@ -111,6 +111,7 @@ pub use norm::norm_rope_dw::norm_rope_dw;
 pub use norm::rms_norm::{RmsNorm, Rounding, rms_norm};
 pub use norm::rms_norm_backward::rms_norm_backward;
 pub use norm::rms_norm_dw::rms_norm_dw;
+pub use pack::quantized::{Offset, Quantized};
 pub use profile::{IEEE, Profile};
 pub use registry::register;
 pub use rope::rope::{Pairing, Rope, RopeTable, inv_freq, rope};

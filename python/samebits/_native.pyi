@@ -125,6 +125,7 @@ class Engine:
         share_prompts: bool,
         length: int | None,
         adapters: list[tuple[str, str]],
+        storage: str,
     ) -> None: ...
     def add(
         self,

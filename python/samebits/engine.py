@@ -240,6 +240,9 @@ class Engine:
     `adapters` are folders of PEFT by name, low-rank adapters that stand beside the model: texts with different ones, and without
     one, are made in the same steps, and none has other bits for it.
 
+    `storage` is the contract for how a folder's weights may be stored: "ws2" also admits floats of 8 bits with a scale for each
+    block, which are rounded to `dtype` as all others are.
+
     What is passed by of a folder (fields that no code reads, or whose value asks for nothing; buffers) is named once, in a warning;
     with `strict` it is a ValueError.
 
@@ -260,6 +263,7 @@ class Engine:
         share_prompts: bool = True,
         rope_length: int | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+        storage: str = "ws1",
         strict: bool = False,
     ) -> None:
         if isinstance(model, (str, os.PathLike)):
@@ -271,7 +275,7 @@ class Engine:
             tensors = tensors_of(model, _native.family(text, folder))
         how = (batch, chunk, page_size, page_order, share_prompts, rope_length)
         beside = [(name, os.fspath(place)) for name, place in (adapters or {}).items()]
-        self._native = _native.Engine(tensors, dtype, text, folder, *how, beside)
+        self._native = _native.Engine(tensors, dtype, text, folder, *how, beside, storage)
         self._family = _native.family(text, folder)
         name_passed(self._native.passed(), folder, strict)
         self.dtype = dtype

@@ -4,7 +4,9 @@ use crate::model::{Views, config_of, locked, refused, released, rope_length};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use samebits_models::{Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, Serving};
+use samebits_models::{
+    Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, Serving, StorageContract,
+};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -58,7 +60,7 @@ impl Engine {
 impl Engine {
     /// By a folder alone, or by tensors with the text of a config.json or a folder.
     #[new]
-    #[pyo3(signature = (tensors, dtype, config, folder, batch, chunk, page_size, page_order, share_prompts, length, adapters))]
+    #[pyo3(signature = (tensors, dtype, config, folder, batch, chunk, page_size, page_order, share_prompts, length, adapters, storage))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -73,7 +75,9 @@ impl Engine {
         share_prompts: bool,
         length: Option<usize>,
         adapters: Vec<(String, PathBuf)>,
+        storage: &str,
     ) -> PyResult<Engine> {
+        let contract: StorageContract = storage.parse().map_err(refused)?;
         let precision: Precision = dtype.parse().map_err(refused)?;
         let page_order: PageOrder = page_order.parse().map_err(refused)?;
         let serving = Serving { batch, chunk, page_size, page_order, share_prompts };
@@ -83,7 +87,7 @@ impl Engine {
             let model = match &tensors {
                 None => {
                     let folder = folder.as_deref().expect("it is given");
-                    let model = samebits_models::Model::load_rounded(folder, precision, cpu)?;
+                    let model = samebits_models::Model::load_rounded(folder, precision, contract, cpu)?;
                     match length {
                         Some(length) => model.with_rope_length(RopeLength::Declared(length))?,
                         None => model,

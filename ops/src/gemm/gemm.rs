@@ -15,6 +15,7 @@ use crate::gemm::tile::{
 };
 use crate::pack::dictionary::{self, DictionaryPanel};
 use crate::pack::matrix::{Matrix, Packing, Side, least_of_rows, pack_panels, pack_rows, panel_words, row_words};
+use crate::pack::quantized::{self, Quantized, QuantizedPanel};
 use crate::pack::{PANEL, as_floats, as_floats_mut, as_words, as_words_of, f32_of_rows, f32_row, rows_of_panel};
 use crate::parallel::SharedOut;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
@@ -233,11 +234,13 @@ enum Form {
     Vnni,
     /// The same in 12 bits a weight.
     Dictionary,
+    /// Integers with scales.
+    Quantized(quantized::Layout),
 }
 
 impl Form {
-    fn of(pairs: bool) -> Form {
-        if pairs { Form::Vnni } else { Form::F32 }
+    fn of(pairs: bool) -> &'static Form {
+        if pairs { &Form::Vnni } else { &Form::F32 }
     }
 }
 
@@ -259,6 +262,22 @@ impl PackedWeight {
     pub fn pack_for_dx<I: Element>(cpu: &Cpu, n: usize, k: usize, w: &[I]) -> Result<PackedWeight, Error> {
         check_len("gemm_dx", "w", "[N,K]", w.len(), &[n, k])?;
         PackedWeight::of(cpu, Side::Columns, TensorRef::of(w, &[n, k]))
+    }
+
+    /// Packs integers with scales as they are, for products with what they stand for, rounded to `dtype`: bf16 or fp32. `None` where
+    /// they are not packed so: K and the groups must be multiples of 16.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for parts that do not fit, or integers that 4 bits do not hold; [`Error::Memory`] when the system has no
+    /// room.
+    pub fn quantized(cpu: &Cpu, dtype: DType, w: &Quantized) -> Result<Option<PackedWeight>, Error> {
+        if ![DType::Bf16, DType::Fp32].contains(&dtype) {
+            return Ok(None);
+        }
+        let packed = quantized::pack(cpu, w, dtype == DType::Bf16)?;
+        let (outputs, terms, side) = (w.n, w.k, Side::Rows);
+        let of = |(layout, memory)| PackedWeight { outputs, terms, side, dtype, form: Form::Quantized(layout), memory };
+        Ok(packed.map(of))
     }
 
     /// Packs a matrix of any layout on the host.
@@ -288,7 +307,7 @@ impl PackedWeight {
             pack_panels(cpu, Matrix { rows: w.rows::<I>(), side }, terms, 0..outputs, Tf32::Disabled, out);
         });
         memory.settle();
-        Ok(PackedWeight { outputs, terms, side, dtype, form: Form::of(pairs), memory })
+        Ok(PackedWeight { outputs, terms, side, dtype, form: *Form::of(pairs), memory })
     }
 
     /// Rows N.
@@ -319,6 +338,7 @@ impl PackedWeight {
             Right::F32(floats, _) => floats[term * PANEL + column],
             Right::Vnni(words, _) => f32::from_bits(of_pair(term, words[term / 2 * PANEL + column])),
             Right::Dictionary(coded) => f32::from_bits(of_pair(term, coded.pair(term / 2, column))),
+            Right::Quantized(panel) => panel.value(term, column),
             Right::Bf16(..) | Right::PairsAsking(..) => unreachable!("packed weights are not narrow"),
         };
         match self.side {
@@ -351,6 +371,7 @@ impl PackedWeight {
             let columns = rows.start - panel * PANEL..rows.end - panel * PANEL;
             let right = match panels.panel(panel, &mut []).right {
                 Right::Dictionary(coded) if cpu.isa().reads_coded() => unpack(cpu, &coded, slot),
+                Right::Quantized(panel) => panel.unpack(cpu, slot),
                 right => right,
             };
             match right {
@@ -370,11 +391,15 @@ impl PackedWeight {
 
     /// Words that [`PackedWeight::unpack_rows`] needs of each worker.
     pub(crate) fn slot(&self) -> usize {
-        if matches!(self.form, Form::Dictionary) { panel_words(self.terms, true) } else { 0 }
+        match self.form {
+            Form::Dictionary => panel_words(self.terms, true),
+            Form::Quantized(_) => panel_words(self.terms, self.dtype == DType::Bf16),
+            Form::F32 | Form::Vnni => 0,
+        }
     }
 
     pub(crate) fn panels(&self) -> Panels<'_> {
-        Panels { words: &self.memory, n: self.outputs, k: self.terms, form: self.form }
+        Panels { words: &self.memory, n: self.outputs, k: self.terms, form: &self.form }
     }
 }
 
@@ -384,7 +409,7 @@ pub(crate) struct Panels<'a> {
     words: &'a [u32],
     n: usize,
     k: usize,
-    form: Form,
+    form: &'a Form,
 }
 
 impl<'a> Panels<'a> {
@@ -402,7 +427,7 @@ impl<'a> Panels<'a> {
             let size = panel_words(self.k, pairs);
             self.words[panel * size..][..size].split_at(size - LINE)
         };
-        let (right, least) = match self.form {
+        let (right, least) = match *self.form {
             Form::F32 => (Right::F32(as_floats(plain(false).0), PANEL), f32::NAN),
             Form::Vnni => {
                 let (words, end) = plain(true);
@@ -411,6 +436,10 @@ impl<'a> Panels<'a> {
             Form::Dictionary => {
                 let (panel, least) = DictionaryPanel::panel(dictionary::Form::of(self.n, self.k), self.words, panel);
                 (Right::Dictionary(panel), least)
+            }
+            Form::Quantized(ref layout) => {
+                let (panel, least) = QuantizedPanel::panel(layout, self.words, panel);
+                (Right::Quantized(panel), least)
             }
         };
         Panel { right, least, slot }
@@ -427,19 +456,26 @@ pub(crate) struct Panel<'a> {
 }
 
 impl Panel<'_> {
-    /// Unpacks a coded panel into its slot, if it has one.
+    /// Unpacks a coded or quantized panel into its slot, if it has one.
     pub(crate) fn unpack(&mut self, cpu: &Cpu) {
-        if let Right::Dictionary(coded) = self.right
-            && !self.slot.is_empty()
-        {
-            self.right = unpack(cpu, &coded, std::mem::take(&mut self.slot));
+        match self.right {
+            Right::Dictionary(coded) if !self.slot.is_empty() => {
+                self.right = unpack(cpu, &coded, std::mem::take(&mut self.slot));
+            }
+            Right::Quantized(panel) if !self.slot.is_empty() => {
+                self.right = panel.unpack(cpu, std::mem::take(&mut self.slot));
+            }
+            _ => {}
         }
     }
 
-    /// From now on tiles read the slot, which holds the pairs.
+    /// From now on tiles read the slot, which holds what the panel expands to.
     fn unpacked(&mut self) {
         let words = std::mem::take(&mut self.slot);
-        self.right = Right::Vnni(words, PANEL);
+        self.right = match self.right {
+            Right::Quantized(panel) if !panel.pairs() => Right::F32(as_floats(words), PANEL),
+            _ => Right::Vnni(words, PANEL),
+        };
     }
 }
 
@@ -604,7 +640,7 @@ impl<I: Element> Product<'_, I> {
     /// Whether workers unpack the panels of the weight: the first of several tiles does it for all. One alone reads them as
     /// they stand.
     pub(crate) fn unpacks(&self, tiles: usize) -> bool {
-        self.dots() && tiles > 1 && self.coded()
+        tiles > 1 && (self.quantized() || self.dots() && self.coded())
     }
 
     /// The largest plan.
@@ -618,7 +654,7 @@ impl<I: Element> Product<'_, I> {
         let tiles = m.div_ceil(height);
         let workers = self.cpu.threads();
         let (x_pairs, w_pairs) = (self.dots() && blocks.is_none(), I::IS_BF16);
-        let unpack = if blocks.is_some() { self.coded() && self.dots() } else { self.unpacks(tiles) };
+        let unpack = self.unpacks(if blocks.is_some() { usize::MAX } else { tiles });
         let block = blocks.map_or(0, |height| (BLOCK_ROWS / height).min(tiles));
         Tiling { k, height, tiles, panels, own, steps: 0, workers, x_pairs, w_pairs, unpack, block }
     }
@@ -638,6 +674,11 @@ impl<I: Element> Product<'_, I> {
     /// Whether the weight holds its panels in 12 bits.
     fn coded(&self) -> bool {
         matches!(self.w, Weight::Packed(Panels { form: Form::Dictionary, .. }))
+    }
+
+    /// Whether it holds integers with scales.
+    pub(crate) fn quantized(&self) -> bool {
+        matches!(self.w, Weight::Packed(Panels { form: Form::Quantized(_), .. }))
     }
 
     /// Writes the product to `y[M,N]`.
@@ -784,13 +825,12 @@ impl<I: Element> Product<'_, I> {
                         let some = from..tiles.min(from + plan.block);
                         // SAFETY: all tiles are packed, and nobody writes them until the last task has ended.
                         let left = unsafe { packed.read(from * size, some.len() * size) };
-                        let unpacked = if plan.unpack { panel_words(k, true) } else { 0 };
+                        let unpacked = if plan.unpack { panel_words(k, plan.w_pairs) } else { 0 };
                         let (slot, scratch) = slot.split_at_mut(unpacked);
                         let Weight::Packed(group) = group else { unreachable!("panels of blocks are packed for all") };
-                        let right = match group.panel(panel, &mut []).right {
-                            Right::Dictionary(coded) if plan.unpack => unpack(cpu, &coded, slot),
-                            right => right,
-                        };
+                        let mut operand = group.panel(panel, if plan.unpack { slot } else { &mut [] });
+                        operand.unpack(cpu);
+                        let right = operand.right;
                         let (left, scratch) = (as_floats(left), as_floats_mut(scratch));
                         let block =
                             Block { left, stride: size, tiles: some.len(), right, bounds: self.bounds, scratch };
@@ -814,6 +854,8 @@ impl<I: Element> Product<'_, I> {
                                 let mut operand = group.panel(panel, slot);
                                 if *held == Some(panel) {
                                     operand.unpacked();
+                                } else if self.quantized() {
+                                    operand.unpack(cpu);
                                 }
                                 operand
                             }
@@ -864,7 +906,11 @@ impl<I: Element> Product<'_, I> {
         let (tile, end) = tile.split_at(tile.len() - LINE);
         let (right, order) = (panel.right, Order::Tree(self.bounds));
         let dot = pairs && dot_is_exact(f32::from_bits(end[0]), panel.least);
-        let reads = cpu.isa().lanes() == 8 || !matches!(right, Right::Dictionary(_));
+        let reads = match right {
+            Right::Dictionary(_) => cpu.isa().lanes() == 8,
+            Right::Quantized(_) => false,
+            _ => true,
+        };
         if !pairs && reads {
             let left = Left { data: as_floats(tile), row_stride: 1, step: rows };
             fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
@@ -879,7 +925,8 @@ impl<I: Element> Product<'_, I> {
                 dot_tile(cpu, tile);
             }
         } else {
-            // Instruction sets that no weight is coded for widen coded panels as they go.
+            // Instruction sets that no weight is coded for widen coded panels as they go; without dot products all do it with
+            // integers.
             tally.slow += usize::from(pairs);
             self.slow_tile(right, number, first, out);
         }
@@ -932,7 +979,7 @@ impl<I: Element> Product<'_, I> {
         let (left, wide) = as_floats_mut(piece).split_at_mut(steps * rows);
         let mut room;
         let (steps, decoded): (usize, &mut [f32]) = match right {
-            Some(Right::Dictionary(_)) => {
+            Some(Right::Dictionary(_) | Right::Quantized(_)) => {
                 room = [0f32; SLOW_STEPS * PANEL];
                 (steps.min(SLOW_STEPS), &mut room)
             }
@@ -954,6 +1001,10 @@ impl<I: Element> Product<'_, I> {
                     (Some(Right::Vnni(words, _)), _) => Right::Vnni(&words[from / 2 * PANEL..], PANEL),
                     (Some(Right::Dictionary(coded)), _) => {
                         coded.widen(from, len, decoded);
+                        Right::F32(decoded, PANEL)
+                    }
+                    (Some(Right::Quantized(panel)), _) => {
+                        panel.widen(cpu, from, len, decoded);
                         Right::F32(decoded, PANEL)
                     }
                     (Some(Right::F32(floats, _)), _) => Right::F32(&floats[from * PANEL..], PANEL),

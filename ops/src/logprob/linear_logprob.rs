@@ -311,7 +311,7 @@ fn total<I: Element>(product: &Product<I>, rows: Rows) -> Result<(), Error> {
         // Beside rows of f32 a weight that is laid out here is so, too.
         w_pairs: I::IS_BF16 && (x_pairs || w_packed || !product.dots()),
         w_packed,
-        unpack: product.unpacks(tiles),
+        unpack: product.unpacks(if together.is_some() { usize::MAX } else { tiles }),
         together: together.is_some(),
         rows: m,
         // Whether rows are summed twice shows only when they were summed once.
@@ -491,7 +491,7 @@ impl<I: Element> Block<'_, I> {
             let mut operand = match product.w {
                 Weight::Packed(group) if plan.unpack => {
                     let mut operand = group.panel(panel, laid_out);
-                    if !plan.x_pairs {
+                    if !plan.x_pairs || product.quantized() {
                         operand.unpack(cpu);
                     }
                     Some(operand)
