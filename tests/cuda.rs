@@ -987,6 +987,12 @@ fn routes(dtype: DType, out: DType) -> Vec<Case> {
             }
             if bias {
                 make = make.float("bias", &[experts], 0.5);
+                // Experts that are named, and in the third token none.
+                let chosen: usize =
+                    params.iter().find(|(name, _)| *name == "chosen").map_or(1, |(_, k)| k.parse().unwrap());
+                let name =
+                    |i: usize| if i / chosen == 2 { -1 } else { ((i / chosen * 5 + i % chosen) % experts) as i32 };
+                make = make.ints("experts", &[9, chosen], &(0..9 * chosen).map(name).collect::<Vec<_>>());
             }
             cases.push(params.iter().fold(make, |make, (name, value)| make.param(name, value)).case());
         }
@@ -1407,7 +1413,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 74] = [
+const MUTANTS: [Mutant; 75] = [
     Mutant {
         name: "sink_of_the_first_head",
         change: Change {
@@ -1920,6 +1926,12 @@ const MUTANTS: [Mutant; 74] = [
     Mutant {
         name: "first_expert_counts_for_the_second",
         change: Change { file: "route.cu", from: "index[choice - before] == expert", to: "false" },
+        shapes: "route",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "named_experts_left_alone",
+        change: Change { file: "route.cu", from: "if (out) ranks[e] = 0u;", to: "" },
         shapes: "route",
         says: "elements differ",
     },

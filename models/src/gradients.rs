@@ -10,6 +10,7 @@ mod loss;
 
 use crate::backward::{Backward, Block};
 use crate::decoder::{Decoder, Runner};
+use crate::experts::StepExperts;
 use crate::layers::branch::{Place, Saved, Stream};
 use crate::layers::head::Logprobs;
 use crate::pass::Pass;
@@ -18,7 +19,7 @@ use crate::state::States;
 use crate::step::{Rows, SequenceInput, Step, StepInputs};
 use crate::sums::{Partial, Sums, Tree, overflows};
 use crate::trace::{TraceHook, all_finite};
-use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen, Tripwire};
+use crate::{Config, Flips, Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen, Tripwire};
 use loss::{check_clip, check_drawn, check_loss, entropy_term, loss};
 use samebits_ops::{
     Attributes, Backend, Calls, Cpu, MOST_GROUPS, Prepared, RopeTable, Tensor, TensorMut, TensorRef, sequences_of_group,
@@ -147,6 +148,8 @@ pub struct Gradients {
     pub per_sequence: Vec<f32>,
     /// The log-probability of each token of each sequence as it was sampled, +0 for the first ones.
     pub logprob: Vec<Vec<f32>>,
+    /// Of each sequence whose experts were recorded, where the routers choose others.
+    pub flips: Vec<Option<Flips>>,
 }
 
 impl Model {
@@ -206,7 +209,7 @@ fn make(
 ) -> Result<Gradients, ModelError> {
     let on = Runner { decoder, machine: cpu, cpu };
     let denominator = batch.check(&decoder.config, cpu, run)?;
-    let (mut done, mut per_sequence, mut logprob) = (0, Vec::new(), Vec::new());
+    let (mut done, mut per_sequence, mut logprob, mut flips) = (0, Vec::new(), Vec::new(), Vec::new());
     let mut of_ranks = Tree::default();
     for rank in 0..run.ranks {
         let mut of_groups = Tree::default();
@@ -218,6 +221,7 @@ fn make(
                 let found = micro_batch(&on, batch, (part, denominator), run, shown, &mut sums)?;
                 per_sequence.extend(found.0);
                 logprob.extend(found.1);
+                flips.extend(found.2);
                 progress(done);
             }
             of_groups.push(cpu, sums.end(cpu)?)?;
@@ -238,7 +242,7 @@ fn make(
             probe.see(&mut Seen { layer, site: &format!("parameters.{name}"), op, tokens: &tokens, values })?;
         }
     }
-    Ok(Gradients { parameters, loss: loss[0], per_sequence, logprob })
+    Ok(Gradients { parameters, loss: loss[0], per_sequence, logprob, flips })
 }
 
 impl Batch<'_> {
@@ -433,7 +437,10 @@ impl Probe for Shown<'_> {
     }
 }
 
-/// Runs some sequences forward and back: what each of them adds to the loss, and the log-probabilities of its tokens.
+/// What each sequence adds to the loss, the log-probabilities of its tokens, and its [`Gradients::flips`].
+type OfSequences = (Vec<f32>, Vec<Vec<f32>>, Vec<Option<Flips>>);
+
+/// Runs some sequences forward and back.
 /// What they add to the gradients goes into `sums`.
 fn micro_batch(
     on: &Runner,
@@ -442,12 +449,12 @@ fn micro_batch(
     run: &GradientRun,
     mut shown: Shown,
     sums: &mut Sums,
-) -> Result<(Vec<f32>, Vec<Vec<f32>>), ModelError> {
+) -> Result<OfSequences, ModelError> {
     let with_entropy = batch.loss.entropy() != 0.0;
     let (sequences, keeps) = (&batch.sequences[part.clone()], [true, with_entropy]);
     let sampled = batch.sampled.of(part.clone());
     let mut forward = forward(on, sequences, sampled, run, &mut shown, keeps)?;
-    let logprob = std::mem::take(&mut forward.logprob);
+    let (logprob, flips) = (std::mem::take(&mut forward.logprob), std::mem::take(&mut forward.flips));
     let counts = |b: usize, t: usize| batch.count[part.start + b][t] == 1;
     check_drawn(sampled, part.start, &logprob, counts)?;
     let (mut per_sequence, dlogprob) = loss(on.cpu, batch, part.clone(), &logprob, denominator)?;
@@ -463,7 +470,7 @@ fn micro_batch(
         dentropy = Some(gradients);
     }
     reverse(on, forward, (&dlogprob, dentropy.as_deref()), &mut shown, sums)?;
-    Ok((per_sequence, logprob))
+    Ok((per_sequence, logprob, flips))
 }
 
 /// A forward of some sequences, and what its reverse pass reads.
@@ -472,6 +479,10 @@ struct MicroBatch {
     logprob: Vec<Vec<f32>>,
     /// Where it was asked for, the entropy of what each of them was drawn from.
     entropy: Option<Vec<Vec<f32>>>,
+    /// Of each sequence whose experts were recorded, where its own are others.
+    flips: Vec<Option<Flips>>,
+    /// The experts of its rows, where any were recorded.
+    experts: Option<StepExperts>,
     blocks: Vec<Block>,
     /// Of each row: 0 for padding, the token that follows, and its own.
     mask: Vec<i32>,
@@ -522,7 +533,11 @@ fn forward(
     let inputs = StepInputs::new(on, &step, &given, &states, &step.positions(), Rows::All, None)?;
 
     let (is_seen, looks, first) = (shown.probe.is_some(), shown.looks, shown.first);
-    let mut hook = TraceHook { looks, ..TraceHook::of(Some(shown)) };
+    let are_recorded = (0..sequences.len()).any(|b| sampled.experts(b).is_some());
+    // Padding is no sequence.
+    let of_pieces = arranged.pieces.iter().map(|&(label, length)| (0..length, sampled.experts(label)));
+    let mut experts = are_recorded.then(|| StepExperts::new(c, of_pieces));
+    let mut hook = TraceHook { looks, experts: experts.as_mut(), ..TraceHook::of(Some(shown)) };
     let mut pass = pass(on, (&step, &inputs), &mut hook, keep && !run.recompute);
     let mut stream = decoder.embed(&mut pass)?;
     if !is_seen {
@@ -560,9 +575,18 @@ fn forward(
     }
     let tokens = given.iter().flat_map(|input| input.tokens).copied().collect();
     let (blocks, carried) = (arranged.blocks, pass.carried.take());
+    let flips = |(b, (&start, &length)): (usize, (&usize, &usize))| {
+        let recorded = sampled.experts(b)?;
+        let mut own = experts.as_ref()?.own(start..start + length);
+        own.each.truncate((length - 1) * own.layers * own.chosen);
+        Some(recorded.experts.flips(c, &own))
+    };
+    let flips = starts.iter().zip(&lengths).enumerate().map(flips).collect();
     Ok(MicroBatch {
         logprob,
         entropy,
+        flips,
+        experts,
         blocks,
         mask,
         targets,
@@ -616,8 +640,10 @@ fn reverse(
     let MicroBatch { blocks, mask, targets, tokens, starts, step, inputs, mut states, mut stream, of_rows, .. } =
         forward;
     let (mut entered, mut saved) = (forward.entered, forward.saved);
-    let (is_seen, looks) = (shown.probe.is_some(), shown.looks);
-    let mut hook = TraceHook { looks, ..TraceHook::of(if is_seen { Some(shown) } else { None }) };
+    let (is_seen, looks, mut experts) = (shown.probe.is_some(), shown.looks, forward.experts);
+    // A block that is run again has the experts that it had.
+    let experts = experts.as_mut();
+    let mut hook = TraceHook { looks, experts, ..TraceHook::of(if is_seen { Some(shown) } else { None }) };
     let mut pass = pass(on, (&step, &inputs), &mut hook, !entered.is_empty());
     let by_row = |tokens: &[Vec<f32>]| {
         let mut rows = vec![0f32; mask.len()];
@@ -664,6 +690,8 @@ fn pass<'a, 'p>(
 pub struct Forward {
     /// That of each token of each sequence, given those before it; +0 for the first ones.
     pub logprob: Vec<Vec<f32>>,
+    /// Of each sequence whose experts were recorded, where the routers choose others.
+    pub flips: Vec<Option<Flips>>,
     /// The weights that it ran with.
     decoder: Arc<Decoder>,
     /// The number of its first sequence.
@@ -743,7 +771,8 @@ impl Accumulator {
         if !run.allow_nonfinite {
             check_drawn(sampled, self.begun, &logprob, |_, _| true)?;
         }
-        let forward = Forward { logprob, decoder: model.decoder.clone(), first: self.begun, parts };
+        let flips = parts.iter().flat_map(|part| part.flips.iter().cloned()).collect();
+        let forward = Forward { logprob, flips, decoder: model.decoder.clone(), first: self.begun, parts };
         self.allow_nonfinite |= run.allow_nonfinite;
         self.begun += sequences.len();
         Ok(forward)
@@ -815,7 +844,7 @@ impl Accumulator {
 impl Model {
     /// Log-probabilities of the tokens of some sequences, as they were sampled, by the forward of training, `run.micro_batch`
     /// of them at a time: of each sequence that of each token, given those before it; +0 for the first ones, and -inf for those
-    /// that a rule leaves out.
+    /// that a rule leaves out. And where their experts were recorded, where the routers choose others.
     ///
     /// # Errors
     /// As [`Accumulator::forward`].
@@ -825,10 +854,12 @@ impl Model {
         sequences: &[Vec<i32>],
         sampled: Sampled,
         run: &GradientRun,
-    ) -> Result<Vec<Vec<f32>>, ModelError> {
+    ) -> Result<(Vec<Vec<f32>>, Vec<Option<Flips>>), ModelError> {
         let all = std::iter::once(0..sequences.len());
         let found = self.micro_batches(cpu, sequences, sampled, all, run, false)?;
-        Ok(found.into_iter().flat_map(|part| part.logprob).collect())
+        let parts = found.into_iter().map(|part| (part.logprob, part.flips));
+        let (logprob, flips): (Vec<_>, Vec<_>) = parts.unzip();
+        Ok((logprob.concat(), flips.concat()))
     }
 
     /// Forwards over the sequences of some groups.
@@ -930,7 +961,7 @@ mod tests {
             let expected = model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap();
             let three = GradientRun { micro_batch: 3, ..GradientRun::default() };
             let logprob = model.logprobs(&cpu, &sequences, sampled, &three);
-            assert!(logprob.unwrap() == expected.logprob);
+            assert!(logprob.unwrap().0 == expected.logprob);
             let denominator = count.iter().flatten().sum::<i32>().into();
             for (ranks, part, recompute) in [(1, 8, true), (1, 3, false), (2, 1, false), (4, 2, false)] {
                 let run = GradientRun { micro_batch: 2, recompute, ..GradientRun::default() };

@@ -1,5 +1,6 @@
 use crate::adapters::Adapters;
 use crate::decoder::{Decoder, Runner, expected, listed};
+use crate::experts::{self, StepExperts};
 use crate::generate::{self, Generation};
 use crate::machine::Machine;
 use crate::memory::buffer;
@@ -10,7 +11,8 @@ use crate::tokenizer::Tokenizer;
 use crate::trace::{TraceHook, all_finite};
 use crate::weights::Weights;
 use crate::{
-    AdapterChoice, Audit, Config, Grouping, ModelError, PeftFolder, Run, Sampling, SamplingRule, Schedule, gguf,
+    AdapterChoice, Audit, Config, Grouping, ModelError, PeftFolder, Routing, Run, Sampling, SamplingRule, Schedule,
+    gguf,
 };
 use samebits_ops::device::Device;
 use samebits_ops::{Cpu, DType, Tensor, TensorRef};
@@ -421,6 +423,15 @@ impl Model {
                 return Err(ModelError::input("tokens", "a sequence has none; pass at least one"));
             }
         }
+        if let Some(Routing { recorded, .. }) = run.experts.as_deref() {
+            if recorded.len() != sequences.len() {
+                let why = format!("are of {} sequences; give those of {}, or none", recorded.len(), sequences.len());
+                return Err(ModelError::input("routed_experts", why));
+            }
+            // Nothing need follow the last token that is fed.
+            let texts = recorded.iter().zip(sequences).enumerate();
+            experts::check(self.config(), texts.map(|(b, (recorded, tokens))| (b, recorded, tokens.len() + 1)))?;
+        }
         if let Schedule::Chunk(0) | Schedule::Speculative(0) | Schedule::Prefix(0) = run.schedule {
             let why = format!("{} makes no progress; use a number of at least 1", run.schedule);
             return Err(ModelError::input("schedule", why));
@@ -526,6 +537,11 @@ fn forward(on: &Runner, sequences: &[&[i32]], run: &mut Run) -> Result<Vec<f32>,
         Grouping::Together => sequences.len().max(1),
         Grouping::Alone => 1,
     };
+    if let Some(Routing { own, .. }) = run.experts.as_deref_mut() {
+        let none =
+            |tokens: &&[i32]| StepExperts::new(on.config(), [(0..tokens.len(), None)].into_iter()).own(0..tokens.len());
+        *own = sequences.iter().map(none).collect();
+    }
     let mut states = on.states(run.page_size, run.page_order)?;
     for fed in fed.chunks_mut(group) {
         let mut round = 0;
@@ -586,7 +602,15 @@ fn forward_round(
     });
     let inputs: Vec<SequenceInput> = inputs.collect();
     let probe = run.probe.as_mut().map(|probe| &mut **probe as &mut dyn crate::Probe);
-    let found = on.step(&inputs, states, Rows::All, &mut TraceHook::of(probe))?;
+    let mut experts = run.experts.as_deref().map(|Routing { recorded, .. }| {
+        let texts = pieces.iter().map(|(i, tokens, _)| {
+            let held = states.len(number(*i));
+            (held..held + tokens.len(), recorded[fed[*i].label].as_ref())
+        });
+        StepExperts::new(on.config(), texts)
+    });
+    let mut hook = TraceHook { experts: experts.as_mut(), ..TraceHook::of(probe) };
+    let found = on.step(&inputs, states, Rows::All, &mut hook)?;
 
     let mut from = 0;
     for (i, tokens, right) in &pieces {
@@ -595,6 +619,10 @@ fn forward_round(
         let held = states.len(number) - tokens.len();
         let rows = &found[from * vocab..(from + right) * vocab];
         logits[(fed.row + held) * vocab..][..rows.len()].copy_from_slice(rows);
+        if let (Some(Routing { own, .. }), Some(experts)) = (run.experts.as_deref_mut(), &experts) {
+            let made = experts.own(from..from + right).each;
+            own[fed.label].each[held * experts.row()..][..made.len()].copy_from_slice(&made);
+        }
         from += tokens.len();
         fed.done = held + right;
         states.rollback(number, fed.done);

@@ -57,6 +57,7 @@ fn a_form_that_is_not_whole_is_refused() {
         ),
         (Op { inputs: kept([X[0], index("at", &["R"], PAGES)]), ..OP }, "the lengths of its pages"),
         (Op { inputs: kept([X[0], index("at", &["R", "N"], RANKS)]), ..OP }, "`chosen`"),
+        (Op { inputs: kept([X[0], index("at", &["R", "N"], Holds::Choices("N"))]), ..OP }, "`chosen`"),
         (Op { outputs: kept([Output::out("y", &["R", "V"])]), ..OP }, "an axis is not bound"),
         (Op { outputs: kept([Output::out("y", &["N"])]), ..OP }, "its rows"),
         (Op { outputs: kept([Y[0].rows(3)]), ..OP }, "its rows"),

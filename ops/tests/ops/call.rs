@@ -173,6 +173,7 @@ fn draw(op: &'static Op, dtype: DType, out: DType, large: bool, random: &mut Ran
                 let i = (i % shape[shape.len() - 1]) as i64;
                 if i <= most { i as i32 } else { -1 }
             }
+            Holds::Choices(_) => (i % call.count("chosen")) as i32,
             Holds::Distinct(_) => most as i32 - i as i32,
             _ => (least.max(0) + (random.next() % (most - least.max(0) + 1).max(1) as u64) as i64) as i32,
         });
