@@ -458,7 +458,7 @@ mod tests {
             }
             let report = advance(&mut trainer, &cpu, Loss::Nll).unwrap();
             let sha256 = digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-            assert_eq!(report, StepReport { step, loss: found.loss, norm, sha256 });
+            assert_eq!(report, StepReport { step, loss: found.loss, norm, sha256, flips: None });
             assert_eq!(bits(trainer.state()), bits(&expected));
             for (name, [w, ..]) in &expected {
                 let rounded: Vec<bf16> = floats(w).into_iter().map(bf16::from_f32).collect();

@@ -370,7 +370,13 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "A token has the experts that the row before its own names.",
         op: "route",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden", "invariance:batch"]),
+        also_red: Others::Are(&[
+            "golden",
+            "invariance:batch",
+            "invariance:neighbours",
+            "invariance:padding",
+            "invariance:position",
+        ]),
         answer: |mutant, case| {
             mutant.asked(case, |case| {
                 let Some(named) = case.inputs.get_mut("experts") else { return };

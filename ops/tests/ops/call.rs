@@ -129,7 +129,7 @@ fn extent(axis: &str, large: bool) -> usize {
 fn shape_of(op: &Op, input: &Input, large: bool) -> Vec<usize> {
     let extent = |axis: &str| match axis {
         // Few choices for each token, and a row for each.
-        "K" if op.owned().is_some() => 3,
+        "K" if op.owned().is_some() || op.follows("K") => 3,
         _ if op.owned().is_some_and(|(_, owned)| owned == axis) => 3 * extent("T", large) + 2,
         // Those of a convolution.
         "K" if op.follows("J") => 4,

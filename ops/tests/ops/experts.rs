@@ -373,11 +373,12 @@ fn check_route(shape: &Route, seed: u64, biased: bool, named: Option<&[i32]>) {
         }
         for score in of_row {
             let share = if shape.normalise { score / sum } else { score };
-            weight.push(share * shape.scale as f32);
+            // Where all that are named have a score of 0, it is NaN.
+            weight.push(f32::narrow(share * shape.scale as f32));
         }
     }
     let dweight: Vec<f32> = values(seed ^ 3, weight.len(), 2.0);
-    let dlogits = match shape.scoring {
+    let dlogits: Vec<f32> = match shape.scoring {
         Scoring::SparseMixer { jitter } => {
             let tokens = index.chunks(chosen).zip(dweight.chunks(chosen)).zip(logits.chunks(experts));
             let of_token = |((index, dweight), logits): ((&[i32], &[f32]), &[f32])| {
@@ -387,6 +388,7 @@ fn check_route(shape: &Route, seed: u64, biased: bool, named: Option<&[i32]>) {
         }
         _ => route_gradient(shape, &scores, &index, &dweight),
     };
+    let dlogits: Vec<f32> = dlogits.into_iter().map(f32::narrow).collect();
     for cpu in cpus() {
         let (mut i, mut w) = (vec![0; index.len()], vec![0f32; weight.len()]);
         route(&cpu, shape, &logits, bias.as_deref(), named, &mut i, &mut w).unwrap();
