@@ -534,8 +534,11 @@ fn forward(
 
     let (is_seen, looks, first) = (shown.probe.is_some(), shown.looks, shown.first);
     let are_recorded = (0..sequences.len()).any(|b| sampled.experts(b).is_some());
-    // Padding is no sequence.
-    let of_pieces = arranged.pieces.iter().map(|&(label, length)| (0..length, sampled.experts(label)));
+    // Padding is no sequence, and of a last token nothing was recorded.
+    let of_pieces = arranged
+        .pieces
+        .iter()
+        .flat_map(|&(label, length)| [(0..length - 1, sampled.experts(label)), (length - 1..length, None)]);
     let mut experts = are_recorded.then(|| StepExperts::new(c, of_pieces));
     let mut hook = TraceHook { looks, experts: experts.as_mut(), ..TraceHook::of(Some(shown)) };
     let mut pass = pass(on, (&step, &inputs), &mut hook, keep && !run.recompute);

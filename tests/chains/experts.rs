@@ -1,6 +1,8 @@
 //! Experts that a rollout records: the routers of every schedule and of training choose them again, and those of another are replayed.
 
 use super::{SERVINGS, checkpoint, load, names, prompts, rollout, samebits};
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
 use samebits_models::{
     Batch, Experts, Flips, GradientRun, Loss, Model, Padding, Recorded, Routing, Ruled, Run, Sample, Sampled, Sampling,
     SamplingRule, Schedule,
@@ -282,4 +284,90 @@ fn records_of_experts_are_scored_by_the_command() {
     write(&lines);
     assert_eq!(score(&[]).0, Some(0));
     assert!(score(&["--replay-experts"]).2.contains("records none"));
+}
+
+/// A file of two texts, the first behind padding, with experts of all blocks, and with `replay` in its metadata.
+fn write_examples(path: &str, model: &Model, samples: &[Sample], replay: Option<&str>) {
+    let prompts = prompts(model);
+    let recorded = others(model, samples, true);
+    let texts: Vec<Vec<i32>> = samples.iter().map(|s| [&prompts[s.prompt][..], &s.tokens].concat()).collect();
+    let (longest, chosen) = (texts.iter().map(Vec::len).max().unwrap() + 2, model.config().mixtures()[0].chosen);
+    let row = model.config().layers() * chosen;
+    let (mut tokens, mut mask, mut experts) = (Vec::new(), Vec::new(), Vec::new());
+    for (text, recorded) in texts.iter().zip(recorded) {
+        let padding = longest - text.len();
+        tokens.extend(vec![0; padding].iter().chain(text));
+        mask.extend(vec![0; padding].into_iter().chain(vec![1; text.len()]));
+        let of = by_block(model, &recorded.unwrap().experts).each;
+        // What stands at padding and at last tokens is nobody's.
+        experts.extend(vec![0i16; padding * row].into_iter().chain(of.into_iter().map(|expert| expert as i16)));
+        experts.resize(experts.len() + row, 0);
+    }
+    let words = |values: &[i32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+    let shape = vec![texts.len(), longest];
+    let experts_shape = vec![texts.len(), longest, model.config().layers(), chosen];
+    let data = [words(&tokens), words(&mask), experts.iter().flat_map(|v| v.to_le_bytes()).collect()];
+    let views = [
+        ("tokens", TensorView::new(Dtype::I32, shape.clone(), &data[0]).unwrap()),
+        ("attention_mask", TensorView::new(Dtype::I32, shape, &data[1]).unwrap()),
+        ("routed_experts", TensorView::new(Dtype::I16, experts_shape, &data[2]).unwrap()),
+    ];
+    let metadata = replay.map(|replay| [("replay".to_string(), replay.to_string())].into());
+    std::fs::write(path, safetensors::serialize(views, metadata).unwrap()).unwrap();
+}
+
+#[test]
+fn files_of_experts_are_trained_on_by_the_command() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_string();
+    let folder = checkpoint("qwen3-moe").to_str().unwrap().to_string();
+    let model = load(&checkpoint("qwen3-moe"));
+    let samples = &sampled(&model, &Cpu::best(), 0)[..2];
+    let run = |verb: &str, more: &[&str]| {
+        let found = samebits(&[&[verb, "--model", &folder][..], more].concat());
+        let [out, error] = [found.stdout, found.stderr].map(|bytes| String::from_utf8_lossy(&bytes).to_string());
+        assert_eq!(found.status.code(), Some(0), "{error}");
+        (out, error)
+    };
+    let (mut logprobs, mut digests) = (Vec::new(), Vec::new());
+    for (i, replay) in [None, Some("experts")].into_iter().enumerate() {
+        let (data, made, trained) = (path("data"), path("made"), path(&format!("trained{i}")));
+        write_examples(&data, &model, samples, replay);
+        let (_, error) = run("grad", &["--tokens", &data, "--out", &made, "--micro-batch", "2", "--recompute"]);
+        let bytes = std::fs::read(&made).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let words = |name: &str| -> Vec<u32> {
+            let data = file.tensor(name).unwrap().data().to_vec();
+            data.chunks_exact(4).map(|c| u32::from_le_bytes(c.try_into().unwrap())).collect()
+        };
+        let flips: u32 = words("flips").iter().sum();
+        assert!(flips > 0 && error.contains(&format!("{flips} of ")), "{error}");
+        logprobs.push(words("logprob"));
+        let (out, _) = run("train", &["--data", &data, "--out", &trained, "--steps", "1", "--batch", "2"]);
+        assert!(out.contains(&format!(" flips {flips} of ")), "{out}");
+        let steps = std::fs::read_to_string(format!("{trained}/steps.jsonl")).unwrap();
+        let line: serde_json::Value = serde_json::from_str(steps.trim()).unwrap();
+        assert_eq!(line["flips"].as_u64(), Some(flips.into()));
+        digests.push(line["sha256"].clone());
+    }
+    assert!(logprobs[0] != logprobs[1] && digests[0] != digests[1]);
+    // Those of the model crate, at a temperature of 1 from the first token on.
+    let recorded = others(&model, samples, true);
+    let prompts = prompts(&model);
+    let sequences: Vec<Vec<i32>> = samples.iter().map(|s| [&prompts[s.prompt][..], &s.tokens].concat()).collect();
+    let rules = recorded.into_iter().map(|experts| Ruled { rule: SamplingRule::default(), prompt: 1, experts });
+    let rules: Vec<Ruled> = rules.collect();
+    let (expected, _) = model.logprobs(&Cpu::best(), &sequences, Sampled::By(&rules), &GradientRun::default()).unwrap();
+    let longest = logprobs[1].len() / 2;
+    for (row, expected) in logprobs[1].chunks(longest).zip(&expected) {
+        assert_eq!(row[longest - expected.len()..], bits(expected));
+    }
+    let refused = |replay| {
+        write_examples(&path("data"), &model, samples, replay);
+        let (data, out) = (path("data"), path("out"));
+        String::from_utf8_lossy(&samebits(&["grad", "--model", &folder, "--tokens", &data, "--out", &out]).stderr)
+            .to_string()
+    };
+    let line = refused(Some("logits"));
+    assert!(line.contains("metadata `replay`: is `logits`; use experts"), "{line}");
 }
