@@ -40,6 +40,39 @@ pub struct Routing {
     pub own: Vec<Experts>,
 }
 
+impl Routing {
+    /// Refuses what was recorded of other sequences, or does not fit these, behind whose tokens another one may stand.
+    pub(crate) fn check(&self, c: &Config, sequences: &[&[i32]]) -> Result<(), ModelError> {
+        if self.recorded.len() != sequences.len() {
+            let why = format!("are of {} sequences; give those of {}, or none", self.recorded.len(), sequences.len());
+            return Err(ModelError::input(RECORDED, why));
+        }
+        let texts = self.recorded.iter().zip(sequences).enumerate();
+        check(c, texts.map(|(b, (recorded, tokens))| (b, recorded, tokens.len() + 1)))
+    }
+
+    /// Makes room for what routers choose of sequences.
+    pub(crate) fn begin(&mut self, c: &Config, sequences: &[&[i32]]) {
+        let room = |tokens: &&[i32]| StepExperts::new(c, [(0..tokens.len(), None)].into_iter()).own(0..tokens.len());
+        self.own = sequences.iter().map(room).collect();
+    }
+
+    /// Those of a step: of each sequence its number, and where in it how many tokens stand.
+    pub(crate) fn of_step(
+        &self,
+        c: &Config,
+        texts: impl Iterator<Item = (usize, usize, usize)> + Clone,
+    ) -> StepExperts {
+        StepExperts::new(c, texts.map(|(text, first, count)| (first..first + count, self.recorded[text].as_ref())))
+    }
+
+    /// Keeps what routers chose of a sequence from a token on.
+    pub(crate) fn keep(&mut self, (text, first): (usize, usize), made: &Experts) {
+        let at = first * made.layers * made.chosen;
+        self.own[text].each[at..at + made.each.len()].copy_from_slice(&made.each);
+    }
+}
+
 /// A mixture of experts: its block, how many there are, and how many a token has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mixture {

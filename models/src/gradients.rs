@@ -6,6 +6,7 @@
 //! from one micro-batch to the next. Padding is rows of sequences that nobody asked for and that no mask lets into a
 //! sum.
 
+mod arranged;
 mod loss;
 
 use crate::backward::{Backward, Block};
@@ -20,6 +21,7 @@ use crate::step::{Rows, SequenceInput, Step, StepInputs};
 use crate::sums::{Partial, Sums, Tree, overflows};
 use crate::trace::{TraceHook, all_finite};
 use crate::{Config, Flips, Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen, Tripwire};
+use arranged::{Arranged, PADDING};
 use loss::{check_clip, check_drawn, check_loss, entropy_term, loss};
 use samebits_ops::{
     Attributes, Backend, Calls, Cpu, MOST_GROUPS, Prepared, RopeTable, Tensor, TensorMut, TensorRef, sequences_of_group,
@@ -220,8 +222,8 @@ fn make(
                 let shown = Shown { probe: again(&mut probe), first: part.start, looks };
                 let found = micro_batch(&on, batch, (part, denominator), run, shown, &mut sums)?;
                 per_sequence.extend(found.0);
-                logprob.extend(found.1);
-                flips.extend(found.2);
+                logprob.extend(found.1.0);
+                flips.extend(found.1.1);
                 progress(done);
             }
             of_groups.push(cpu, sums.end(cpu)?)?;
@@ -338,64 +340,6 @@ fn check_lengths<T>(what: &'static str, sequences: &[Vec<i32>], given: &[Vec<T>]
     Err(ModelError::input(what, "it must have an element for each token"))
 }
 
-/// What padding is called.
-const PADDING: usize = usize::MAX;
-
-/// The rows of a micro-batch: its sequences, and padding as sequences of its own.
-struct Arranged {
-    /// Label and tokens, in the order of their rows.
-    pieces: Vec<(usize, usize)>,
-    blocks: Vec<Block>,
-}
-
-impl Arranged {
-    /// Sequences of these lengths.
-    fn new(lengths: &[usize], run: &GradientRun) -> Arranged {
-        let (left, right) = match run.padding {
-            Padding::None => (0, 0),
-            Padding::Left(n) => (n, 0),
-            Padding::Right(n) => (0, n),
-        };
-        let longest = lengths.iter().copied().max().unwrap_or(0);
-        let (mut pieces, mut blocks) = (Vec::new(), Vec::new());
-        if run.pack {
-            let mut first = left;
-            pieces.push((PADDING, left));
-            for (label, &length) in lengths.iter().enumerate() {
-                pieces.push((label, length));
-                blocks.push(Block { first, stride: length, rows: length, lengths: vec![length] });
-                first += length;
-            }
-            pieces.push((PADDING, right));
-        } else {
-            for (label, &length) in lengths.iter().enumerate() {
-                pieces.extend([(PADDING, left), (label, length), (PADDING, longest - length + right)]);
-            }
-            let (stride, rows) = (left + longest + right, longest + right);
-            blocks.push(Block { first: left, stride, rows, lengths: lengths.to_vec() });
-        }
-        pieces.retain(|&(_, length)| length > 0);
-        Arranged { pieces, blocks }
-    }
-
-    /// Of each row 0 for padding, and the token that follows, -1 for none; and the first row of each sequence.
-    fn rows(&self, sequences: &[Vec<i32>]) -> (Vec<i32>, Vec<i32>, Vec<usize>) {
-        let (mut mask, mut targets): (Vec<i32>, Vec<i32>) = (Vec::new(), Vec::new());
-        let mut starts = vec![0; sequences.len()];
-        for &(label, length) in &self.pieces {
-            if label == PADDING {
-                targets.resize(targets.len() + length, -1);
-            } else {
-                starts[label] = mask.len();
-                targets.extend(&sequences[label][1..]);
-                targets.push(-1);
-            }
-            mask.resize(mask.len() + length, i32::from(label != PADDING));
-        }
-        (mask, targets, starts)
-    }
-}
-
 /// The same probe for a while.
 fn again<'s>(probe: &'s mut Option<&mut dyn Probe>) -> Option<&'s mut dyn Probe> {
     match probe {
@@ -437,8 +381,11 @@ impl Probe for Shown<'_> {
     }
 }
 
-/// What each sequence adds to the loss, the log-probabilities of its tokens, and its [`Gradients::flips`].
-type OfSequences = (Vec<f32>, Vec<Vec<f32>>, Vec<Option<Flips>>);
+/// Of each sequence the log-probabilities of its tokens, and where its experts were recorded, where the routers choose others.
+pub type OfTokens = (Vec<Vec<f32>>, Vec<Option<Flips>>);
+
+/// What each sequence adds to the loss, and the rest of it.
+type OfSequences = (Vec<f32>, OfTokens);
 
 /// Runs some sequences forward and back.
 /// What they add to the gradients goes into `sums`.
@@ -470,7 +417,7 @@ fn micro_batch(
         dentropy = Some(gradients);
     }
     reverse(on, forward, (&dlogprob, dentropy.as_deref()), &mut shown, sums)?;
-    Ok((per_sequence, logprob, flips))
+    Ok((per_sequence, (logprob, flips)))
 }
 
 /// A forward of some sequences, and what its reverse pass reads.
@@ -533,13 +480,7 @@ fn forward(
     let inputs = StepInputs::new(on, &step, &given, &states, &step.positions(), Rows::All, None)?;
 
     let (is_seen, looks, first) = (shown.probe.is_some(), shown.looks, shown.first);
-    let are_recorded = (0..sequences.len()).any(|b| sampled.experts(b).is_some());
-    // Padding is no sequence, and of a last token nothing was recorded.
-    let of_pieces = arranged
-        .pieces
-        .iter()
-        .flat_map(|&(label, length)| [(0..length - 1, sampled.experts(label)), (length - 1..length, None)]);
-    let mut experts = are_recorded.then(|| StepExperts::new(c, of_pieces));
+    let mut experts = arranged.experts(c, sampled);
     let mut hook = TraceHook { looks, experts: experts.as_mut(), ..TraceHook::of(Some(shown)) };
     let mut pass = pass(on, (&step, &inputs), &mut hook, keep && !run.recompute);
     let mut stream = decoder.embed(&mut pass)?;
@@ -562,12 +503,7 @@ fn forward(
     if let Some(entropy) = &mut of_rows.entropy {
         pass.see("entropy", entropy)?;
     }
-    // A row knows of the token behind it.
-    let by_token = |rows: &Tensor| -> Vec<Vec<f32>> {
-        let rows = rows.as_slice::<f32>().expect("they are f32, and on the host");
-        let sequences = starts.iter().zip(&lengths);
-        sequences.map(|(&start, &length)| [&[0.0], &rows[start..start + length - 1]].concat()).collect()
-    };
+    let by_token = |rows: &Tensor| arranged::by_token(rows, (&starts, &lengths));
     let (logprob, entropy) = (by_token(&of_rows.logprob), of_rows.entropy.as_ref().map(by_token));
     // What a rule leaves out is -inf.
     let is_ruled = matches!(sampled, Sampled::By(_));
@@ -578,13 +514,8 @@ fn forward(
     }
     let tokens = given.iter().flat_map(|input| input.tokens).copied().collect();
     let (blocks, carried) = (arranged.blocks, pass.carried.take());
-    let flips = |(b, (&start, &length)): (usize, (&usize, &usize))| {
-        let recorded = sampled.experts(b)?;
-        let mut own = experts.as_ref()?.own(start..start + length);
-        own.each.truncate((length - 1) * own.layers * own.chosen);
-        Some(recorded.experts.flips(c, &own))
-    };
-    let flips = starts.iter().zip(&lengths).enumerate().map(flips).collect();
+    let flips =
+        experts.as_ref().map_or(Vec::new(), |experts| arranged::flips(c, sampled, experts, (&starts, &lengths)));
     Ok(MicroBatch {
         logprob,
         entropy,
@@ -857,7 +788,7 @@ impl Model {
         sequences: &[Vec<i32>],
         sampled: Sampled,
         run: &GradientRun,
-    ) -> Result<(Vec<Vec<f32>>, Vec<Option<Flips>>), ModelError> {
+    ) -> Result<OfTokens, ModelError> {
         let all = std::iter::once(0..sequences.len());
         let found = self.micro_batches(cpu, sequences, sampled, all, run, false)?;
         let parts = found.into_iter().map(|part| (part.logprob, part.flips));

@@ -1,6 +1,5 @@
 use crate::adapters::Adapters;
 use crate::decoder::{Decoder, Runner, expected, listed};
-use crate::experts::{self, StepExperts};
 use crate::generate::{self, Generation};
 use crate::machine::Machine;
 use crate::memory::buffer;
@@ -11,8 +10,7 @@ use crate::tokenizer::Tokenizer;
 use crate::trace::{TraceHook, all_finite};
 use crate::weights::Weights;
 use crate::{
-    AdapterChoice, Audit, Config, Grouping, ModelError, PeftFolder, Routing, Run, Sampling, SamplingRule, Schedule,
-    gguf,
+    AdapterChoice, Audit, Config, Grouping, ModelError, PeftFolder, Run, Sampling, SamplingRule, Schedule, gguf,
 };
 use samebits_ops::device::Device;
 use samebits_ops::{Cpu, DType, Tensor, TensorRef};
@@ -423,15 +421,7 @@ impl Model {
                 return Err(ModelError::input("tokens", "a sequence has none; pass at least one"));
             }
         }
-        if let Some(Routing { recorded, .. }) = run.experts.as_deref() {
-            if recorded.len() != sequences.len() {
-                let why = format!("are of {} sequences; give those of {}, or none", recorded.len(), sequences.len());
-                return Err(ModelError::input("routed_experts", why));
-            }
-            // Nothing need follow the last token that is fed.
-            let texts = recorded.iter().zip(sequences).enumerate();
-            experts::check(self.config(), texts.map(|(b, (recorded, tokens))| (b, recorded, tokens.len() + 1)))?;
-        }
+        run.experts.as_deref().map_or(Ok(()), |routing| routing.check(self.config(), sequences))?;
         if let Schedule::Chunk(0) | Schedule::Speculative(0) | Schedule::Prefix(0) = run.schedule {
             let why = format!("{} makes no progress; use a number of at least 1", run.schedule);
             return Err(ModelError::input("schedule", why));
@@ -537,10 +527,8 @@ fn forward(on: &Runner, sequences: &[&[i32]], run: &mut Run) -> Result<Vec<f32>,
         Grouping::Together => sequences.len().max(1),
         Grouping::Alone => 1,
     };
-    if let Some(Routing { own, .. }) = run.experts.as_deref_mut() {
-        let none =
-            |tokens: &&[i32]| StepExperts::new(on.config(), [(0..tokens.len(), None)].into_iter()).own(0..tokens.len());
-        *own = sequences.iter().map(none).collect();
+    if let Some(routing) = run.experts.as_deref_mut() {
+        routing.begin(on.config(), sequences);
     }
     let mut states = on.states(run.page_size, run.page_order)?;
     for fed in fed.chunks_mut(group) {
@@ -602,13 +590,8 @@ fn forward_round(
     });
     let inputs: Vec<SequenceInput> = inputs.collect();
     let probe = run.probe.as_mut().map(|probe| &mut **probe as &mut dyn crate::Probe);
-    let mut experts = run.experts.as_deref().map(|Routing { recorded, .. }| {
-        let texts = pieces.iter().map(|(i, tokens, _)| {
-            let held = states.len(number(*i));
-            (held..held + tokens.len(), recorded[fed[*i].label].as_ref())
-        });
-        StepExperts::new(on.config(), texts)
-    });
+    let texts = inputs.iter().map(|input| (input.label, states.len(input.sequence), input.tokens.len()));
+    let mut experts = run.experts.as_deref().map(|routing| routing.of_step(on.config(), texts));
     let mut hook = TraceHook { experts: experts.as_mut(), ..TraceHook::of(probe) };
     let found = on.step(&inputs, states, Rows::All, &mut hook)?;
 
@@ -619,9 +602,8 @@ fn forward_round(
         let held = states.len(number) - tokens.len();
         let rows = &found[from * vocab..(from + right) * vocab];
         logits[(fed.row + held) * vocab..][..rows.len()].copy_from_slice(rows);
-        if let (Some(Routing { own, .. }), Some(experts)) = (run.experts.as_deref_mut(), &experts) {
-            let made = experts.own(from..from + right).each;
-            own[fed.label].each[held * experts.row()..][..made.len()].copy_from_slice(&made);
+        if let (Some(routing), Some(experts)) = (run.experts.as_deref_mut(), &experts) {
+            routing.keep((fed.label, held), &experts.own(from..from + right));
         }
         from += tokens.len();
         fed.done = held + right;
