@@ -5,7 +5,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use samebits_models::{
     Batch, Experts, Flips, GradientRun, Loss, Model, Padding, Recorded, Routing, Ruled, Run, Sample, Sampled, Sampling,
-    SamplingRule, Schedule,
+    SamplingRule, Schedule, Serving,
 };
 use samebits_ops::{Cpu, Isa};
 
@@ -14,11 +14,11 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 /// Twelve texts of a model, with the experts of their tokens.
-fn sampled(model: &Model, cpu: &Cpu, serving: usize) -> Vec<Sample> {
+fn sampled(model: &Model, cpu: &Cpu, serving: &Serving) -> Vec<Sample> {
     let rule = SamplingRule { repetition_penalty: 1.2, ..SamplingRule::at(0.8) };
     let sampling =
         Sampling { samples: 2, max_tokens: 9, rule, seed: 3, ignore_eos: true, experts: true, ..Sampling::default() };
-    rollout(model, cpu, &sampling, &SERVINGS[serving])
+    rollout(model, cpu, &sampling, serving)
 }
 
 /// The experts of samples, others than those in every third token.
@@ -87,16 +87,16 @@ fn routers_choose_again_what_a_rollout_recorded() {
             continue;
         }
         with_experts += 1;
-        let samples = sampled(&model, &Cpu::best(), 0);
+        let samples = sampled(&model, &Cpu::best(), &SERVINGS[0]);
         let prompts = prompts(&model);
         for sample in &samples {
             let experts = sample.experts.as_ref().unwrap();
             assert_eq!(experts.tokens(), prompts[sample.prompt].len() + sample.tokens.len() - 1, "{name}");
             assert_eq!(experts.layers, mixtures.len(), "{name}");
         }
-        for serving in 1..SERVINGS.len() {
-            let cpu = Cpu::new(Isa::Scalar, 1 + serving % 2, usize::MAX).unwrap();
-            assert_eq!(sampled(&model, &cpu, serving), samples, "{name}: {:?}", SERVINGS[serving]);
+        for (i, serving) in SERVINGS[1..].iter().enumerate() {
+            let cpu = Cpu::new(Isa::Scalar, 1 + i % 2, usize::MAX).unwrap();
+            assert_eq!(sampled(&model, &cpu, serving), samples, "{name}: {serving:?}");
         }
         for (i, schedule) in SCHEDULES.into_iter().enumerate() {
             let cpu = Cpu::new(if i % 2 == 0 { Isa::best() } else { Isa::Scalar }, 1 + i % 2, usize::MAX).unwrap();
@@ -119,7 +119,7 @@ fn routers_choose_again_what_a_rollout_recorded() {
 fn choices_of_others_are_replayed_alike_everywhere() {
     for name in ["qwen3-moe", "deepseek-v3", "gpt-oss", "llama4", "phimoe", "hunyuan-moe", "gemma4-moe"] {
         let (model, cpu) = (load(&checkpoint(name)), Cpu::best());
-        let samples = sampled(&model, &cpu, 0);
+        let samples = sampled(&model, &cpu, &SERVINGS[0]);
         let recorded = others(&model, &samples, true);
         let (expected, flips) = scored(&model, (&cpu, Schedule::Prefill), &samples, &recorded);
         let own: Vec<_> = samples.iter().map(|sample| bits(&sample.logprobs)).collect();
@@ -322,7 +322,7 @@ fn files_of_experts_are_trained_on_by_the_command() {
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_string();
     let folder = checkpoint("qwen3-moe").to_str().unwrap().to_string();
     let model = load(&checkpoint("qwen3-moe"));
-    let samples = &sampled(&model, &Cpu::best(), 0)[..2];
+    let samples = &sampled(&model, &Cpu::best(), &SERVINGS[0])[..2];
     let run = |verb: &str, more: &[&str]| {
         let found = samebits(&[&[verb, "--model", &folder][..], more].concat());
         let [out, error] = [found.stdout, found.stderr].map(|bytes| String::from_utf8_lossy(&bytes).to_string());
