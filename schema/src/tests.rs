@@ -382,6 +382,18 @@ fn integers_are_held_to_their_axes() {
         );
     }
 
+    let choices = |experts: &'static [i32]| {
+        let inputs = [("logits", DType::Fp32, &[2, 3][..]), ("experts", DType::I32, &[2, 2])];
+        let call = call("route", &[("chosen", "2")], &inputs, DType::Fp32).unwrap();
+        check_indexes(&call, |name| Some(experts).filter(|_| name == "experts")).map_err(|e| e.to_string())
+    };
+    assert_eq!(choices(&[2, 0, -1, -1]), Ok(()));
+    assert_eq!(choices(&[2, 0, 1, 3]).unwrap_err(), "input `experts`: element 3 is 3; use -1 to 2");
+    for experts in [&[0, 1, 2, 2], &[0, 1, 1, -1], &[0, 1, -1, 0]] {
+        let rule = "input `experts`: row 1 must name 2 entries, none twice, or hold -1 alone";
+        assert_eq!(choices(experts).unwrap_err(), rule);
+    }
+
     // Two sequences on three pages of two rows; the second table entry of the second one is not reached.
     let pages: &[(&str, &[usize])] = &[("q", &[2, 1, 1, 4]), ("k", &[3, 2, 1, 4]), ("v", &[3, 2, 1, 4])];
     let paged = |table: &[i32], lengths: &[i32]| {
