@@ -340,6 +340,7 @@ impl Config {
                 self.lenders_fit(),
                 "keys and values are read of the first layer of an earlier block, which has such heads",
             ),
+            (self.mixtures().windows(2).all(|two| two[0].block < two[1].block), "a block has one mixture of experts"),
             (self.uses_hold(), "a use of a shared block stands before a norm, and there is that block"),
         ];
         let broken = checks.into_iter().find(|(holds, _)| !holds).map(|(_, rule)| rule);

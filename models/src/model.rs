@@ -434,6 +434,7 @@ impl Model {
                 return Err(ModelError::input("tokens", "a sequence has none; pass at least one"));
             }
         }
+        run.experts.as_deref().map_or(Ok(()), |routing| routing.check(self.config(), sequences))?;
         if let Schedule::Chunk(0) | Schedule::Speculative(0) | Schedule::Prefix(0) = run.schedule {
             let why = format!("{} makes no progress; use a number of at least 1", run.schedule);
             return Err(ModelError::input("schedule", why));
@@ -539,6 +540,9 @@ fn forward(on: &Runner, sequences: &[&[i32]], run: &mut Run) -> Result<Vec<f32>,
         Grouping::Together => sequences.len().max(1),
         Grouping::Alone => 1,
     };
+    if let Some(routing) = run.experts.as_deref_mut() {
+        routing.begin(on.config(), sequences);
+    }
     let mut states = on.states(run.page_size, run.page_order)?;
     for fed in fed.chunks_mut(group) {
         let mut round = 0;
@@ -599,7 +603,10 @@ fn forward_round(
     });
     let inputs: Vec<SequenceInput> = inputs.collect();
     let probe = run.probe.as_mut().map(|probe| &mut **probe as &mut dyn crate::Probe);
-    let found = on.step(&inputs, states, Rows::All, &mut TraceHook::of(probe))?;
+    let texts = inputs.iter().map(|input| (input.label, states.len(input.sequence), input.tokens.len()));
+    let mut experts = run.experts.as_deref().map(|routing| routing.of_step(on.config(), texts));
+    let mut hook = TraceHook { experts: experts.as_mut(), ..TraceHook::of(probe) };
+    let found = on.step(&inputs, states, Rows::All, &mut hook)?;
 
     let mut from = 0;
     for (i, tokens, right) in &pieces {
@@ -608,6 +615,9 @@ fn forward_round(
         let held = states.len(number) - tokens.len();
         let rows = &found[from * vocab..(from + right) * vocab];
         logits[(fed.row + held) * vocab..][..rows.len()].copy_from_slice(rows);
+        if let (Some(routing), Some(experts)) = (run.experts.as_deref_mut(), &experts) {
+            routing.keep((fed.label, held), &experts.own(from..from + right));
+        }
         from += tokens.len();
         fed.done = held + right;
         states.rollback(number, fed.done);

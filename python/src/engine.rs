@@ -11,14 +11,18 @@ use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Mutex;
 
-/// A text, where it has ended: prompt, limit, tokens, log-probabilities, why it ended.
-type Ended = (usize, usize, Vec<i32>, Vec<f32>, &'static str);
+/// Experts of tokens: layers, experts chosen in each, and all of them.
+type OfTokens = (usize, usize, Vec<i32>);
+
+/// A text, where it has ended: prompt, limit, tokens, log-probabilities, why it ended, and its experts where they are recorded.
+type Ended = (usize, usize, Vec<i32>, Vec<f32>, &'static str, Option<OfTokens>);
 
 /// Of a text: its number, the next token and its log-probability, and the text where it has ended.
 type Told = (usize, Option<(i32, f32)>, Option<Ended>);
 
 fn ended(sample: Sample) -> Ended {
-    (sample.prompt, sample.limit, sample.tokens, sample.logprobs, sample.stop.name())
+    let experts = sample.experts.map(|experts| (experts.layers, experts.chosen, experts.each));
+    (sample.prompt, sample.limit, sample.tokens, sample.logprobs, sample.stop.name(), experts)
 }
 
 /// Settings from their JSON.
