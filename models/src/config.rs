@@ -186,10 +186,8 @@ impl Config {
         if self.stored_by <= by {
             return Ok(());
         }
-        let why = format!(
-            "is \"fp8\", which contract ws1 refuses; ws2 admits it as a way to store weights, which are then rounded to --dtype \
-             (--storage ws2), for all but training"
-        );
+        let why = "is \"fp8\", which contract ws1 refuses; ws2 admits it as a way to store weights, which are then rounded to \
+                   --dtype (--storage ws2), for all but training";
         Err(ModelError::field(&dir.join("config.json"), "quantization_config.quant_method", why))
     }
 

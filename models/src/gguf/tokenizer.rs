@@ -35,7 +35,10 @@ const ADDED: u64 = 4;
 const UNUSED: i32 = 5;
 
 /// `tokenizer.json` and `tokenizer_config.json`.
-pub(super) fn of(path: &Path, metadata: &Map<String, Value>) -> Result<(Value, Map<String, Value>), ModelError> {
+type Files = (Value, Map<String, Value>);
+
+/// The files of a folder.
+pub(super) fn of(path: &Path, metadata: &Map<String, Value>) -> Result<Files, ModelError> {
     let get = |name: &str| metadata.get(&format!("tokenizer.ggml.{name}"));
     let bad = |name: &str, why: String| ModelError::field(path, format!("tokenizer.ggml.{name}"), why);
     let text = |name: &str| get(name).and_then(Value::as_str).unwrap_or_default();
@@ -108,7 +111,7 @@ fn settings<'a>(
 
 /// The same of a tokenizer of SentencePiece, which merges the two neighbours whose union has the best score: byte pairs whose
 /// merges are all pairs of tokens that make one, the best score first. Or a field and what is wrong with it.
-fn of_scores(metadata: &Map<String, Value>) -> Result<(Value, Map<String, Value>), (&'static str, String)> {
+fn of_scores(metadata: &Map<String, Value>) -> Result<Files, (&'static str, String)> {
     let get = |name: &str| metadata.get(&format!("tokenizer.ggml.{name}"));
     let list = |name: &'static str| {
         let found = get(name).and_then(Value::as_array);
@@ -120,23 +123,7 @@ fn of_scores(metadata: &Map<String, Value>) -> Result<(Value, Map<String, Value>
     if scores.len() != tokens.len() {
         return Err(("scores", format!("has {} numbers; there are {} tokens", scores.len(), tokens.len())));
     }
-    let mut merges = Vec::new();
-    for (id, (token, score)) in tokens.iter().zip(scores).enumerate() {
-        let (text, kind) = (token.as_str().unwrap_or_default(), kinds.get(id).and_then(Value::as_u64).unwrap_or(1));
-        let score = score.as_f64().ok_or_else(|| ("scores", format!("has {score} at {id}, which is no number")))?;
-        if kind != NORMAL {
-            continue;
-        }
-        for (at, _) in text.char_indices().skip(1) {
-            let (left, right) = text.split_at(at);
-            if let (Some(of_left), Some(of_right)) = (vocab.get(left), vocab.get(right)) {
-                merges.push((score, of_left.as_u64(), of_right.as_u64(), left, right));
-            }
-        }
-    }
-    // Of pairs that make one token, or tokens of one score, the one with the longer beginning comes first.
-    merges.sort_by(|a, b| b.0.total_cmp(&a.0).then(b.3.len().cmp(&a.3.len())).then((a.1, a.2).cmp(&(b.1, b.2))));
-    let merges: Vec<Value> = merges.iter().map(|(.., left, right)| json!([left, right])).collect();
+    let merges = merges_of(tokens, scores, kinds, &vocab).map_err(|why| ("scores", why))?;
     let named = |name: &str| -> Option<&str> {
         let id = get(&format!("{name}_token_id"))?.as_u64()?;
         tokens.get(usize::try_from(id).ok()?)?.as_str()
@@ -178,6 +165,32 @@ fn of_scores(metadata: &Map<String, Value>) -> Result<(Value, Map<String, Value>
         },
     });
     Ok((whole, settings(metadata, begins, named)))
+}
+
+/// All pairs of tokens that make one, the best score first.
+fn merges_of(
+    tokens: &[Value],
+    scores: &[Value],
+    kinds: &[Value],
+    vocab: &Map<String, Value>,
+) -> Result<Vec<Value>, String> {
+    let mut merges = Vec::new();
+    for (id, (token, score)) in tokens.iter().zip(scores).enumerate() {
+        let (text, kind) = (token.as_str().unwrap_or_default(), kinds.get(id).and_then(Value::as_u64).unwrap_or(1));
+        let score = score.as_f64().ok_or_else(|| format!("has {score} at {id}, which is no number"))?;
+        if kind != NORMAL {
+            continue;
+        }
+        for (at, _) in text.char_indices().skip(1) {
+            let (left, right) = text.split_at(at);
+            if let (Some(of_left), Some(of_right)) = (vocab.get(left), vocab.get(right)) {
+                merges.push((score, of_left.as_u64(), of_right.as_u64(), left, right));
+            }
+        }
+    }
+    // Of pairs that make one token, or tokens of one score, the one with the longer beginning comes first.
+    merges.sort_by(|a, b| b.0.total_cmp(&a.0).then(b.3.len().cmp(&a.3.len())).then((a.1, a.2).cmp(&(b.1, b.2))));
+    Ok(merges.iter().map(|(.., left, right)| json!([left, right])).collect())
 }
 
 /// What stands for a space in tokens of SentencePiece.

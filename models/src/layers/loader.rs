@@ -67,10 +67,12 @@ impl Loader<'_, '_> {
     pub fn stored(&mut self, part: &str, n: usize, k: usize) -> Result<Matrix, ModelError> {
         let name = self.name(part);
         let adds = self.weights.merged.as_ref().is_some_and(|adapter| adapter.has(&name));
-        if self.packs && !self.transposed && !adds {
-            if let Some(w) = self.weights.quantized(&format!("{name}.weight"), self.dtype, [n, k])? {
-                return Ok(Matrix::Quantized(w, self.dtype));
-            }
+        if self.packs
+            && !self.transposed
+            && !adds
+            && let Some(w) = self.weights.quantized(&format!("{name}.weight"), self.dtype, [n, k])?
+        {
+            return Ok(Matrix::Quantized(w, self.dtype));
         }
         self.matrix(part, n, k).map(Matrix::Elements)
     }

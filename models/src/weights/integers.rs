@@ -1,11 +1,11 @@
 //! The matrices of folders that store them as small integers ([`crate::quantised`]): the tensors of each become one.
 
-use super::{BLOCK, Form, Stored, Weights, check_finite, few, unpaired};
+use super::{Form, Stored, Weights, check_finite, few};
+use crate::ModelError;
 use crate::memory::buffer;
 use crate::quantised::{Beside, Integers, Order, Scheme, Zeros};
-use crate::{ModelError, gguf};
 use safetensors::Dtype;
-use samebits_ops::{DType, Element, Offset, Quantized};
+use samebits_ops::{DType, Element, Quantized};
 use std::collections::BTreeMap;
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
@@ -256,42 +256,6 @@ impl<'a> Weights<'a> {
             }
         }
         Ok(found)
-    }
-
-    /// A matrix of a GGUF file, some rows at a time, where it holds integers with scales.
-    fn blocks(
-        &mut self,
-        name: &str,
-        stored: &Stored,
-        format: gguf::Format,
-        heads: Option<usize>,
-    ) -> Result<Option<Quantized>, ModelError> {
-        let &[n, k] = &stored.shape[..] else { panic!("it is a matrix") };
-        let (numbers, size) = format.block();
-        let Some(mut all) = format.quantized(&[], k) else { return Ok(None) };
-        all.n = n;
-        let row = (k / numbers * size) as u64;
-        let together = (BLOCK as u64).div_ceil(row.max(1));
-        for first in (0..n as u64).step_by(together as usize) {
-            let range = |row_number: u64| stored.bytes.start + row_number * row;
-            let bytes = self.bytes(name, stored.shard, &(range(first)..range((first + together).min(n as u64))))?;
-            let some = format.quantized(&bytes, k).expect("integers with scales");
-            all.q.extend(some.q);
-            all.d.extend(some.d);
-            all.s.as_mut().zip(some.s).into_iter().for_each(|(all, some)| all.extend(some));
-            if let (Offset::Least(all_e, all_t), Offset::Least(e, t)) = (&mut all.offset, some.offset) {
-                all_e.extend(e);
-                all_t.as_mut().zip(t).into_iter().for_each(|(all, some)| all.extend(some));
-            }
-        }
-        Ok(Some(match heads {
-            None => all,
-            Some(heads) => {
-                let mut rows = vec![0; n];
-                (0..n).for_each(|row| rows[unpaired(row, n / heads)] = row);
-                all.rows(&rows)
-            }
-        }))
     }
 
     /// Some bytes of a shard, no more than it has.

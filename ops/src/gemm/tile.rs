@@ -14,6 +14,7 @@ mod quantized;
 pub use block::{Block, Chains, block_rows, block_words, fma_block, fma_chains};
 pub use dot::{dot_tile, dot_unpacking, unpack};
 pub use fma::{fma_tile, fma_tile_on};
+pub use quantized::unpack_quantized;
 
 use crate::pack::PANEL;
 use crate::pack::dictionary::DictionaryPanel;

@@ -13,7 +13,8 @@ pub(crate) mod device;
 
 use crate::call::Entry;
 use crate::element::typed;
-use crate::gemm::gemm::{PackedWeight, Panels, Product, Ran, SAYS, Tally, Weight, prepare};
+use crate::gemm::gemm::{Product, Ran, SAYS, Tally, prepare};
+use crate::gemm::packed::{PackedWeight, Panels, Weight};
 use crate::gemm::shape::{Gemm, segment_length};
 use crate::gemm::tile::{Block as Tiles, MAX_ROWS, TILE_ROWS, block_words, fma_block};
 use crate::logprob::logprob::{FAR, Origin, check_targets, inverse, join};

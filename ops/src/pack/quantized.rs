@@ -10,8 +10,7 @@
 //! A panel has d and e, then s and z or t as bytes, then its integers, [`UNIT`] terms at a time: those of 8 bits term after term,
 //! 32 columns side by side; those of 4 bits eight terms of a column to a word, the first in the lowest bits.
 
-use crate::gemm::tile::Right;
-use crate::pack::PANEL;
+use crate::pack::{PANEL, as_words_mut};
 use crate::simd::prefetch::{prefetch, prefetch_second};
 use crate::simd::{Kernel, MAX_LANES, Simd};
 use crate::workspace::memory::{LINE, Memory};
@@ -516,24 +515,23 @@ impl<'a> QuantizedPanel<'a> {
         if pairs { bf16::narrow(value).widen() } else { value }
     }
 
-    /// The panel as products read it where it is not quantized.
-    pub fn unpack<'s>(&self, cpu: &Cpu, slot: &'s mut [u32]) -> Right<'s> {
+    /// Writes all of the panel as pairs, or as f32, 32 columns side by side.
+    pub fn unpack<'s>(&self, cpu: &Cpu, slot: &'s mut [u32]) -> &'s [u32] {
         let units = 0..self.terms() / UNIT;
         let (slot, _) = slot.split_at_mut(PANEL * UNIT * units.len() / if self.pairs() { 2 } else { 1 });
         if self.pairs() {
-            cpu.dispatch(Expand::<true> { panel: self, units, out: slot });
-            Right::Vnni(slot, PANEL)
+            cpu.dispatch(Expand::<true> { panel: self, units, out: &mut *slot });
         } else {
-            cpu.dispatch(Expand::<false> { panel: self, units, out: slot });
-            Right::F32(crate::pack::as_floats(slot), PANEL)
+            cpu.dispatch(Expand::<false> { panel: self, units, out: &mut *slot });
         }
+        slot
     }
 
     /// Terms `from..from + len`, whole units, as f32, 32 columns side by side.
     pub fn widen(&self, cpu: &Cpu, from: usize, len: usize, out: &mut [f32]) {
         assert!(from.is_multiple_of(UNIT) && len.is_multiple_of(UNIT), "whole units");
         let units = from / UNIT..(from + len) / UNIT;
-        cpu.dispatch(Expand::<false> { panel: self, units, out: crate::pack::as_words_mut(&mut out[..len * PANEL]) });
+        cpu.dispatch(Expand::<false> { panel: self, units, out: as_words_mut(&mut out[..len * PANEL]) });
     }
 }
 

@@ -1,11 +1,18 @@
 //! [`Tile`](super::Tile)s of a panel of integers with scales ([`crate::pack::quantized`]), with `VDPBF16PS`: order and rounding are
 //! those of the pairs it stands for.
 
-use super::{Order, Tile};
-use crate::pack::PANEL;
+use super::{Order, Right, Tile};
+use crate::Cpu;
 use crate::pack::quantized::{QuantizedPanel, STRETCH, Stretch, UNIT, ask};
+use crate::pack::{PANEL, as_floats};
 use crate::simd::words::{Kernel512, Simd512};
 use std::mem::MaybeUninit;
+
+/// The panel as products read it where it is not quantized: pairs or f32.
+pub fn unpack_quantized<'s>(cpu: &Cpu, panel: &QuantizedPanel, slot: &'s mut [u32]) -> Right<'s> {
+    let words = panel.unpack(cpu, slot);
+    if panel.pairs() { Right::Vnni(words, PANEL) } else { Right::F32(as_floats(words), PANEL) }
+}
 
 /// A checked tile whose right operand is `panel`, in which no weight is subnormal.
 pub struct QuantizedHeights<'t, 'a> {

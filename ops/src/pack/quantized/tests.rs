@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::gemm::tests::{bits, number, on_every_plan};
+use crate::gemm::tile::{Right, unpack_quantized};
 use crate::{Gemm, Isa, PackedWeight, embedding, embedding_packed, gemm, gemm_packed};
 
 /// Matrices of every form: a row, groups and blocks of it, the least of 16 numbers, whether s is there, and what is taken off.
@@ -10,7 +11,7 @@ fn forms(n: usize, k: usize) -> Vec<Quantized> {
     let floats = |seed: usize, len: usize| (seed..seed + len).map(float).collect::<Vec<f32>>();
     let bytes = |seed: usize, len: usize, from: i32, many: u32| -> Vec<i8> {
         (seed..seed + len)
-            .map(|i| (from + (number(i).to_bits() as u32 * 2654435761 >> 20) as i32 % many as i32) as i8)
+            .map(|i| (from + ((u32::from(number(i).to_bits()).wrapping_mul(2654435761) >> 20) % many) as i32) as i8)
             .collect()
     };
     let mut all = Vec::new();
@@ -68,7 +69,7 @@ pub(crate) fn a_quantized_matrix_holds_every_weight() {
                             .fold(f32::INFINITY, f32::min);
                         assert_eq!(least, smallest);
                         let mut slot = vec![0; k * PANEL];
-                        let unpacked = panel.unpack(&cpu, &mut slot);
+                        let unpacked = unpack_quantized(&cpu, &panel, &mut slot);
                         let mut wide = vec![0f32; k * PANEL];
                         // In two parts, of which the second begins within a group.
                         let (head, tail) = wide.split_at_mut(16 * PANEL);
