@@ -78,9 +78,9 @@ impl Found {
         }
     }
 
-    /// Takes in where choices of experts are others than those that were recorded of a text: its number, and the tokens of its prompt
-    /// and behind it. A choice stands at the place of the token that comes of it; `blocks` are those of the mixtures.
-    pub fn add_experts(&mut self, (_, prompt, sampled): (usize, usize, usize), flips: &Flips, blocks: &[usize]) {
+    /// Takes in where choices of experts are others than those that were recorded of a text, of so many tokens in its prompt and
+    /// behind it. A choice stands at the place of the token that comes of it; `blocks` are those of the mixtures.
+    pub fn add_experts(&mut self, (prompt, sampled): (usize, usize), flips: &Flips, blocks: &[usize]) {
         for (token, choices) in flips.tokens().enumerate() {
             self.all.add_choices(choices.iter().flatten().copied());
             for (block, flip) in blocks.iter().zip(choices) {
@@ -394,7 +394,7 @@ mod tests {
         let each = [true, false, false, true, false, false, false, true].map(Some);
         let mut flips = Flips { layers: 2, each: each.to_vec() };
         flips.each[1] = None;
-        found.add_experts((0, 2, 3), &flips, &[1, 3]);
+        found.add_experts((2, 3), &flips, &[1, 3]);
         let judged = found.judged(&all, &gates, "bf16");
         let json = found.json(&judged);
         assert_eq!((json["flips"].as_u64(), json["choices"].as_u64()), (Some(3), Some(7)));

@@ -137,20 +137,11 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         bail!("{}:1: has no `rope_length`, which this model's log-probabilities depend on", args.rollout.display());
     }
     check_adapters(args, &first, &model)?;
+    check_experts(args, &texts, &model)?;
     let model = place(model, &cpu, device.as_ref())?;
     let bar = counting(texts.len());
     let (mut found, name) = (Found::default(), dtype.name());
     let blocks: Vec<usize> = model.config().mixtures().into_iter().map(|mixture| mixture.block).collect();
-    let sequences = |text: &Text| format!("sequence {}", text.sequence);
-    let complaints: Vec<String> = texts
-        .iter()
-        .filter_map(|text| {
-            let recorded = text.experts.as_ref()?;
-            let len = text.prompt_tokens.len() + text.tokens.len();
-            recorded.experts.check(model.config(), &sequences(text), len).err().map(|wrong| wrong.to_string())
-        })
-        .collect();
-    ensure!(complaints.is_empty(), "{}: {}", args.rollout.display(), complaints.join("; "));
     for group in texts.chunks(args.batch) {
         let asked: Vec<_> = group.iter().map(|text| (&text.prompt_tokens[..], &text.tokens[..], &text.rule)).collect();
         let choice = |text: &Text| text.adapter.clone().map_or(AdapterChoice::Plain, AdapterChoice::Named);
@@ -172,7 +163,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             found.add(text.sequence, prompt, &text.tokens, &text.logprobs, &scores);
             if let (Some(recorded), Some(Routing { own, .. })) = (&text.experts, &experts) {
                 let flips = recorded.experts.flips(model.config(), &own[i]);
-                found.add_experts((text.sequence, prompt, text.tokens.len()), &flips, &blocks);
+                found.add_experts((prompt, text.tokens.len()), &flips, &blocks);
             }
         }
         bar.inc(group.len() as u64);
@@ -227,6 +218,19 @@ fn check_adapters(args: &Args, first: &First, model: &Model) -> Result<()> {
     if let Some(name) = given.keys().find(|name| !first.adapters.contains_key(**name)) {
         bail!("--adapter {name}: {path} was made without an adapter of this name; leave it out");
     }
+    Ok(())
+}
+
+/// Refuses experts that are not the model's: all that is wrong with those of any text, each thing once.
+fn check_experts(args: &Args, texts: &[Text], model: &Model) -> Result<()> {
+    let mut complaints: Vec<String> = Vec::new();
+    for text in texts {
+        let (who, len) = (format!("sequence {}", text.sequence), text.prompt_tokens.len() + text.tokens.len());
+        let checked = text.experts.as_ref().map_or(Ok(()), |of| of.experts.check(model.config(), &who, len));
+        let wrong = checked.err().map(|wrong| wrong.to_string());
+        complaints.extend(wrong.filter(|wrong| !complaints.contains(wrong)));
+    }
+    ensure!(complaints.is_empty(), "{}: {}", args.rollout.display(), complaints.join("; "));
     Ok(())
 }
 
