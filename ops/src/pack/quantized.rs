@@ -2,8 +2,10 @@
 //!
 //! Formula, of the group g of 16, 32 or more terms that k is of, and of the block b of groups that g is of:
 //!
-//!     w[n][k] = (d[n][b] * s[n][g]) * (q[n][k] - z[n][g])       [`Offset::Zero`], or none
-//!     w[n][k] = fma(d[n][b] * s[n][g], q[n][k], -(e[n][b] * t[n][g]))       [`Offset::Least`]
+//! ```text
+//! w[n][k] = (d[n][b] * s[n][g]) * (q[n][k] - z[n][g])               Offset::Zero, or none
+//! w[n][k] = fma(d[n][b] * s[n][g], q[n][k], -(e[n][b] * t[n][g]))   Offset::Least
+//! ```
 //!
 //! Rounding: each operation once to f32; of a bf16 weight the result once more.
 //!
@@ -344,6 +346,16 @@ impl Iterator for Stretches {
     }
 }
 
+/// Takes the weights of a panel as they are expanded. No closure: the compiler may leave one outside of the kernel, without its
+/// instruction set.
+pub trait Put<S: Simd> {
+    /// Takes pair `pair` of terms of the columns of a vector from `column` on: f32, before they are rounded to bf16.
+    ///
+    /// # Safety
+    /// The pair is one of the units that are expanded, and the vector one of the panel.
+    unsafe fn put(&mut self, s: S, pair: usize, column: usize, earlier: S::F, later: S::F);
+}
+
 /// A panel of a quantized matrix.
 #[derive(Clone, Copy)]
 pub struct QuantizedPanel<'a> {
@@ -387,21 +399,20 @@ impl<'a> QuantizedPanel<'a> {
         (self.words.as_ptr().wrapping_add(self.layout.places[4] + unit * words), 2 * words / UNIT)
     }
 
-    /// Calls `put(pair, column, earlier, later)` for every pair of terms of a stretch and every vector of columns, not in their
-    /// order: f32, before they are rounded to bf16.
+    /// Puts every pair of terms of a stretch and every vector of columns, not in their order.
     ///
     /// # Safety
     /// The stretch is one of this panel, below [`QuantizedPanel::terms`].
     #[inline(always)]
-    pub unsafe fn expand<S: Simd>(&self, s: S, stretch: &Stretch, mut put: impl FnMut(usize, usize, S::F, S::F)) {
+    pub unsafe fn expand<S: Simd>(&self, s: S, stretch: &Stretch, put: &mut impl Put<S>) {
         macro_rules! by {
             ($taken:literal) => {
                 for column in (0..PANEL).step_by(S::LANES) {
                     // SAFETY: the caller's promise; the vectors of a panel fill it.
                     unsafe {
                         match self.layout.least {
-                            Some(_) => self.columns::<S, true, $taken>(s, stretch, column, &mut put),
-                            None => self.columns::<S, false, $taken>(s, stretch, column, &mut put),
+                            Some(_) => self.columns::<S, true, $taken>(s, stretch, column, put),
+                            None => self.columns::<S, false, $taken>(s, stretch, column, put),
                         }
                     }
                 }
@@ -425,33 +436,28 @@ impl<'a> QuantizedPanel<'a> {
         s: S,
         stretch: &Stretch,
         column: usize,
-        put: &mut impl FnMut(usize, usize, S::F, S::F),
+        put: &mut impl Put<S>,
     ) {
         let Layout { halves, has_s, taken, .. } = *self.layout;
         let (from, Stretch { units, group, block }) = (self.words.as_ptr(), stretch);
         // SAFETY: `Layout::places` has room for all columns of every block, group and unit.
         unsafe {
-            let float = |at: usize| {
-                let place = block * PANEL + column;
-                if halves {
-                    s.load_f16(from.add(at).cast::<f16>().add(place))
-                } else {
-                    s.load(from.add(at).cast::<f32>().add(place))
-                }
-            };
-            let byte = |at: usize| s.load_i8(from.add(at).cast::<i8>().add(group * PANEL + column));
             let [d, e, at_s, z, q, _] = self.layout.places;
-            let scale = if has_s { s.mul(float(d), byte(at_s)) } else { float(d) };
+            let (of_block, of_group) = (block * PANEL + column, group * PANEL + column);
+            let mut scale = floats(s, from.add(d), of_block, halves);
+            if has_s {
+                scale = s.mul(scale, s.load_i8(from.add(at_s).cast::<i8>().add(of_group)));
+            }
             let off = match TAKEN {
                 0 => s.splat(0.0),
-                1 => byte(z),
-                _ if taken == Taken::LeastOfGroups => s.neg(s.mul(float(e), byte(z))),
-                _ => s.neg(float(e)),
-            };
-            let value = |q: S::F| match TAKEN {
-                0 => s.mul(scale, q),
-                1 => s.mul(scale, s.sub(q, off)),
-                _ => s.fma(scale, q, off),
+                1 => s.load_i8(from.add(z).cast::<i8>().add(of_group)),
+                _ => {
+                    let least = floats(s, from.add(e), of_block, halves);
+                    s.neg(match taken {
+                        Taken::LeastOfGroups => s.mul(least, s.load_i8(from.add(z).cast::<i8>().add(of_group))),
+                        _ => least,
+                    })
+                }
             };
             let least = s.splat(f32::from(self.layout.least.unwrap_or(0)));
             for unit in units.clone() {
@@ -461,9 +467,11 @@ impl<'a> QuantizedPanel<'a> {
                         let eight = s.load(at.add(word * PANEL + column).cast());
                         macro_rules! pair {
                             ($pair:literal) => {
-                                let earlier = value(s.nibble::<{ 8 * $pair }>(eight, least));
-                                let later = value(s.nibble::<{ 8 * $pair + 4 }>(eight, least));
-                                put(unit * UNIT / 2 + 4 * word + $pair, column, earlier, later);
+                                let earlier =
+                                    weights::<S, TAKEN>(s, scale, off, s.nibble::<{ 8 * $pair }>(eight, least));
+                                let later =
+                                    weights::<S, TAKEN>(s, scale, off, s.nibble::<{ 8 * $pair + 4 }>(eight, least));
+                                put.put(s, unit * UNIT / 2 + 4 * word + $pair, column, earlier, later);
                             };
                         }
                         pair!(0);
@@ -474,8 +482,9 @@ impl<'a> QuantizedPanel<'a> {
                 } else {
                     for pair in 0..UNIT / 2 {
                         let at = at.cast::<i8>().add(2 * pair * PANEL + column);
-                        let (earlier, later) = (value(s.load_i8(at)), value(s.load_i8(at.add(PANEL))));
-                        put(unit * UNIT / 2 + pair, column, earlier, later);
+                        let earlier = weights::<S, TAKEN>(s, scale, off, s.load_i8(at));
+                        let later = weights::<S, TAKEN>(s, scale, off, s.load_i8(at.add(PANEL)));
+                        put.put(s, unit * UNIT / 2 + pair, column, earlier, later);
                     }
                 }
             }
@@ -535,6 +544,31 @@ impl<'a> QuantizedPanel<'a> {
     }
 }
 
+/// The weights that integers stand for, of which is taken nothing (0), z (1) or the least (2).
+#[inline(always)]
+fn weights<S: Simd, const TAKEN: u8>(s: S, scale: S::F, off: S::F, q: S::F) -> S::F {
+    match TAKEN {
+        0 => s.mul(scale, q),
+        1 => s.mul(scale, s.sub(q, off)),
+        _ => s.fma(scale, q, off),
+    }
+}
+
+/// A vector from number `place` on of those at `from`, f16 or f32.
+///
+/// # Safety
+/// They have as many.
+#[inline(always)]
+unsafe fn floats<S: Simd>(s: S, from: *const u32, place: usize, halves: bool) -> S::F {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match halves {
+            true => s.load_f16(from.cast::<f16>().add(place)),
+            false => s.load(from.cast::<f32>().add(place)),
+        }
+    }
+}
+
 /// Writes some units of a panel as pairs or as f32, 32 columns side by side.
 struct Expand<'a, const PAIRS: bool> {
     panel: &'a QuantizedPanel<'a>,
@@ -549,32 +583,46 @@ impl<const PAIRS: bool> Kernel for Expand<'_, PAIRS> {
         let Expand { panel, units, out } = self;
         assert!(units.end <= panel.terms() / UNIT, "units of the panel");
         assert!(out.len() >= PANEL * UNIT * units.len() / if PAIRS { 2 } else { 1 }, "room for them");
-        let (first, rounds) = (units.start * UNIT / 2, panel.pairs());
+        let mut to = Rows::<PAIRS> { first: units.start * UNIT / 2, rounds: panel.pairs(), out: out.as_mut_ptr() };
         for stretch in panel.stretches(units) {
             let (integers, of_pair) = panel.integers(stretch.units.start);
             for line in 0..stretch.units.len() * UNIT / 2 * of_pair / LINE {
                 ask(integers.wrapping_add(line * LINE));
             }
             // SAFETY: the units are the panel's, and all pairs have room.
-            unsafe {
-                panel.expand(s, &stretch, |pair, column, earlier, later| {
-                    let pair = pair - first;
-                    if PAIRS {
-                        s.narrow_pairs_of_numbers(earlier, later, out.as_mut_ptr().add(pair * PANEL + column));
-                        return;
-                    }
-                    let (earlier, later) = if rounds {
-                        let mut rounded = [0u32; MAX_LANES];
-                        s.narrow_pairs_of_numbers(earlier, later, rounded.as_mut_ptr());
-                        s.load_pairs(rounded.as_ptr())
-                    } else {
-                        (earlier, later)
-                    };
-                    let out = out.as_mut_ptr().add(2 * pair * PANEL + column);
-                    s.store(earlier, out.cast());
-                    s.store(later, out.add(PANEL).cast());
-                });
+            unsafe { panel.expand(s, &stretch, &mut to) };
+        }
+    }
+}
+
+/// Where [`Expand`] writes.
+struct Rows<const PAIRS: bool> {
+    /// The first pair of terms.
+    first: usize,
+    /// Whether f32 are rounded to bf16.
+    rounds: bool,
+    out: *mut u32,
+}
+
+impl<S: Simd, const PAIRS: bool> Put<S> for Rows<PAIRS> {
+    #[inline(always)]
+    unsafe fn put(&mut self, s: S, pair: usize, column: usize, earlier: S::F, later: S::F) {
+        let pair = pair - self.first;
+        // SAFETY: the caller's promise, and `Expand` has room for all pairs.
+        unsafe {
+            if PAIRS {
+                return s.narrow_pairs_of_numbers(earlier, later, self.out.add(pair * PANEL + column));
             }
+            let (earlier, later) = if self.rounds {
+                let mut rounded = [0u32; MAX_LANES];
+                s.narrow_pairs_of_numbers(earlier, later, rounded.as_mut_ptr());
+                s.load_pairs(rounded.as_ptr())
+            } else {
+                (earlier, later)
+            };
+            let out = self.out.add(2 * pair * PANEL + column);
+            s.store(earlier, out.cast());
+            s.store(later, out.add(PANEL).cast());
         }
     }
 }

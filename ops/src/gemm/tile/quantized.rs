@@ -3,7 +3,7 @@
 
 use super::{Order, Right, Tile};
 use crate::Cpu;
-use crate::pack::quantized::{QuantizedPanel, STRETCH, Stretch, UNIT, ask};
+use crate::pack::quantized::{Put, QuantizedPanel, STRETCH, UNIT, ask};
 use crate::pack::{PANEL, as_floats};
 use crate::simd::words::{Kernel512, Simd512};
 use std::mem::MaybeUninit;
@@ -72,22 +72,24 @@ struct QuantizedChains<'a, const ROWS: usize, const SIDE: usize> {
 #[repr(align(64))]
 struct Pairs([MaybeUninit<u32>; STRETCH]);
 
-impl<const ROWS: usize, const SIDE: usize> QuantizedChains<'_, ROWS, SIDE> {
-    /// Writes the pairs of a stretch.
-    ///
-    /// # Safety
-    /// It is one of the panel, `pairs` has room, and the machine has `VDPBF16PS`.
+/// Where the pairs of a stretch are written, of which this is the first.
+struct To {
+    first: usize,
+    pairs: *mut u32,
+}
+
+impl<S: Simd512> Put<S> for To {
     #[inline(always)]
-    unsafe fn expand<S: Simd512>(&self, s: S, stretch: &Stretch, pairs: *mut u32) {
-        let first = stretch.units.start * UNIT / 2;
-        // SAFETY: the caller's promise.
+    unsafe fn put(&mut self, s: S, pair: usize, column: usize, earlier: S::F, later: S::F) {
+        // SAFETY: the caller's promise; a stretch has room, and a kernel of pairs runs where the machine has `VDPBF16PS`.
         unsafe {
-            self.panel.expand(s, stretch, |pair, column, earlier, later| {
-                s.storeu_si512(pairs.add((pair - first) * PANEL + column), s.pairs_of_normals(earlier, later));
-            });
+            let to = self.pairs.add((pair - self.first) * PANEL + column);
+            s.storeu_si512(to, s.pairs_of_normals(earlier, later));
         }
     }
+}
 
+impl<const ROWS: usize, const SIDE: usize> QuantizedChains<'_, ROWS, SIDE> {
     /// Adds the products of pair `pair` of k, which stands at `right`.
     ///
     /// # Safety
@@ -133,7 +135,7 @@ impl<const ROWS: usize, const SIDE: usize> Kernel512 for QuantizedChains<'_, ROW
                     (next[i], of_pair) = panel.integers(stretch.units.start);
                     // SAFETY: the bounds end within the panel's k. What is expanded waits for nothing, so that its instructions fill
                     // the time in which sums wait for themselves.
-                    unsafe { self.expand(s, &stretch, pairs[i]) };
+                    unsafe { panel.expand(s, &stretch, &mut To { first: firsts[i], pairs: pairs[i] }) };
                 }
                 let most = counts.into_iter().max().unwrap_or(0);
                 if most == 0 {
