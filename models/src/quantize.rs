@@ -306,3 +306,40 @@ fn says_the_same(dir: &Path, config: &Config, header: &[u8], factors: Option<&[f
         format!("has what a GGUF file of its architecture does not say: {}; --to int8 writes a folder", lost.join(" "));
     Err(ModelError::file(dir, why))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layers::loader::Loader;
+    use samebits_ops::{Cpu, DType};
+
+    /// A matrix of a file takes the bytes of its integers in memory, and not those of what they stand for.
+    #[test]
+    fn matrices_of_a_file_stay_integers() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/llama");
+        let mut quantizing = Quantizing::of(&dir, Storage::Q8_0).unwrap();
+        let mut bytes = quantizing.header.clone();
+        for number in 0..quantizing.len() {
+            bytes.extend(quantizing.bytes(number).unwrap());
+            bytes.resize(bytes.len().next_multiple_of(quantizing.align), 0);
+        }
+        let file = tempfile::Builder::new().suffix(".gguf").tempfile().unwrap();
+        std::fs::write(file.path(), bytes).unwrap();
+        let config = Config::load(file.path()).unwrap();
+        let shape = crate::decoder::expected(&config)["model.layers.0.self_attn.q_proj.weight"].clone();
+        let (n, k) = (shape[0], shape[1]);
+        let cpu = Cpu::best();
+        for dtype in [DType::Bf16, DType::Fp32] {
+            let mut weights = Weights::open(file.path()).unwrap();
+            let prefix = "model.layers.0.self_attn.".to_string();
+            let mut loader = Loader { dtype, cpu: &cpu, weights: &mut weights, prefix, packs: true, transposed: false };
+            let packed = loader.linear("q_proj", n, k, false).unwrap();
+            let found = packed.packed(0).expect("it is packed").bytes();
+            // A byte for each integer of whole panels, and less than half of one for the rest.
+            assert!(
+                found >= n.next_multiple_of(32) * k && 2 * found < 3 * n.next_multiple_of(32) * k,
+                "{dtype}: {found}"
+            );
+        }
+    }
+}
