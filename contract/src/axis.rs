@@ -16,7 +16,7 @@ use std::borrow::Cow;
 use std::cell::LazyCell;
 use std::collections::BTreeMap;
 
-mod sizes;
+pub(crate) mod sizes;
 
 use sizes::{between, sizes};
 
@@ -1490,8 +1490,8 @@ fn grouping<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     vec![again(case, other.into(), move |case| drop(case.params.insert("batch".into(), other.into())))]
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::table::{CaseSpec, Contract, Slice};
     use crate::tensor::DType;
@@ -1524,8 +1524,7 @@ mod tests {
 
     /// Every variant of every quick case: a valid case, pairs of rows that exist and hold the same inputs, and a
     /// question that is not the base's.
-    #[test]
-    fn variants_vary_and_select_rows() {
+    pub(crate) fn variants_vary_and_select_rows() {
         let contract = Contract::load(None).unwrap();
         let mut count = BTreeMap::new();
         for case_spec in once_a_group(&contract).filter(|case| case.fill != Fill::Recorded) {
@@ -1564,8 +1563,7 @@ mod tests {
     }
 
     /// Paired rows carry the same bits in every input that has all row axes, so the pairing follows the content.
-    #[test]
-    fn paired_rows_hold_the_same_inputs() {
+    pub(crate) fn paired_rows_hold_the_same_inputs() {
         let contract = Contract::load(None).unwrap();
         for case_spec in once_a_group(&contract).filter(|case| case.fill != Fill::Recorded) {
             let (case, spec) = (case_spec.build(), case_spec.spec());
@@ -1604,8 +1602,7 @@ mod tests {
     }
 
     /// The oracle itself holds every axis that varies inputs: what a row's value depends on is its own inputs.
-    #[test]
-    fn the_oracle_is_invariant() {
+    pub(crate) fn the_oracle_is_invariant() {
         let contract = Contract::load(None).unwrap();
         // Where a long sum is cut is a question to implementations.
         let asked = |case: &&CaseSpec| case.spec().class != Class::Chain && case.fill != Fill::Power;

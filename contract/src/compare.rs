@@ -558,8 +558,8 @@ fn distance(a: u32, b: u32, dtype: DType) -> Option<f64> {
     Some((ordered(a) - ordered(b)).abs() as f64)
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
     const NAN: u32 = 0x7fc0_0000;
@@ -572,8 +572,7 @@ mod tests {
         (0..n).map(|i| (i, i)).collect()
     }
 
-    #[test]
-    fn bits_are_raw() {
+    pub(crate) fn bits_are_raw() {
         let base = f32s(&[2, 2], &[0, 0x3f80_0000, NAN, 0x7f80_0000]);
         assert_eq!(bits("y", 1, &base, &base, &all(2)), Ok(4));
         let zero = f32s(&[2, 2], &[0x8000_0000, 0x3f80_0000, NAN, 0x7f80_0000]);
@@ -604,8 +603,7 @@ mod tests {
         assert!(!judged(&[NAN | 1, 2 * one]).unwrap().message.contains("nothing else"));
     }
 
-    #[test]
-    fn bits_follow_the_row_pairs() {
+    pub(crate) fn bits_follow_the_row_pairs() {
         let base = f32s(&[3, 1], &[1, 2, 3]);
         let rotated = f32s(&[4, 1], &[9, 3, 1, 2]);
         assert_eq!(bits("y", 1, &base, &rotated, &[(0, 2), (1, 3), (2, 1)]), Ok(3));
@@ -628,8 +626,7 @@ mod tests {
         accuracy("y", found.dtype(), found, reference, bound).1.map(|e| e.message)
     }
 
-    #[test]
-    fn accuracy_holds_the_bound_and_no_more() {
+    pub(crate) fn accuracy_holds_the_bound_and_no_more() {
         let found = f32s(&[1], &[0x3f80_0000]);
         let unit = round::pow2(-24);
         // At 1 an f32 ulp is 2^-23: half of it, and one f32 rounding of a condition of 1.
@@ -643,8 +640,7 @@ mod tests {
         assert!(outside(&found, &reference(&[1.3], &[1.0]), &rule).is_some());
     }
 
-    #[test]
-    fn special_values_are_judged_by_bits() {
+    pub(crate) fn special_values_are_judged_by_bits() {
         let judge = |bits: u32, value: f64, condition: f64| {
             outside(&f32s(&[1], &[bits]), &reference(&[value], &[condition]), &HALF).is_none()
         };
@@ -663,8 +659,7 @@ mod tests {
         assert!(!judge(0x7f7f_ffff, 3.5e38, 3.5e38) && judge(0x7f7f_ffff, 3.5e38, 1e46));
     }
 
-    #[test]
-    fn nothing_compared_is_a_failure() {
+    pub(crate) fn nothing_compared_is_a_failure() {
         let message = outside(&f32s(&[1], &[0]), &reference(&[1.0], &[f64::INFINITY]), &HALF).unwrap();
         assert!(message.contains("nothing"), "{message}");
         let message = outside(&f32s(&[0], &[]), &reference(&[], &[]), &HALF).unwrap();
@@ -672,8 +667,7 @@ mod tests {
         assert!(outside(&f32s(&[2], &[0, 0]), &reference(&[0.0], &[1.0]), &HALF).unwrap().contains("shape"));
     }
 
-    #[test]
-    fn statistics_are_held_too() {
+    pub(crate) fn statistics_are_held_too() {
         let n = 200;
         let value: Vec<f64> = (0..n).map(|i| 1.0 + if i < 3 { 0.9 } else { 0.1 } * round::pow2(-23)).collect();
         let found = f32s(&[n], &vec![0x3f80_0000; n]);
@@ -684,8 +678,7 @@ mod tests {
         assert!(outside(&found, &reference, &bound(None, Some(0.99))).unwrap().contains("correctly rounded"));
     }
 
-    #[test]
-    fn chain_measures_logits_and_tokens() {
+    pub(crate) fn chain_measures_logits_and_tokens() {
         let op = &samebits_schema::chain::OP;
         let chain = |tokens: &Tensor, found: &Tensor, want: &Tensor| {
             let inputs = BTreeMap::from([("tokens".to_string(), tokens.clone())]);
@@ -724,8 +717,7 @@ mod tests {
     }
 
     /// What another program gives is measured by its name, without tokens.
-    #[test]
-    fn outputs_of_any_program_are_measured() {
+    pub(crate) fn outputs_of_any_program_are_measured() {
         static OUTPUT: Output = Output { name: "noise", ..samebits_schema::chain::OP.outputs[0] };
         static DENOISER: Op = Op { inputs: &[], outputs: &[OUTPUT], program: "denoiser", ..samebits_schema::chain::OP };
         let inputs = BTreeMap::new();

@@ -300,8 +300,8 @@ impl Draw {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
     fn maker<'a>(dtype: DType, shape: &'a BTreeMap<String, usize>, ints: &'a BTreeMap<String, Vec<i32>>) -> Maker<'a> {
@@ -309,8 +309,7 @@ mod tests {
         Maker { key: "op/x/case", dtype, fill: Fill::Normal, shape, ints, params: &NONE }
     }
 
-    #[test]
-    fn fills_are_what_they_say() {
+    pub(crate) fn fills_are_what_they_say() {
         let (shape, ints) = Default::default();
         for dtype in DType::FLOATS {
             let m = maker(dtype, &shape, &ints);
@@ -330,8 +329,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn draws_depend_on_case_tensor_and_index_alone() {
+    pub(crate) fn draws_depend_on_case_tensor_and_index_alone() {
         let (shape, ints) = Default::default();
         let m = maker(DType::Bf16, &shape, &ints);
         let long = m.values("x", Fill::Wide, 100, 10);
@@ -342,8 +340,7 @@ mod tests {
         assert_eq!(Draw::new("a", "b").bits(0), 5_847_290_844_396_408_320);
     }
 
-    #[test]
-    fn all_patterns_keep_their_bits() {
+    pub(crate) fn all_patterns_keep_their_bits() {
         let (shape, ints) = Default::default();
         let m = maker(DType::Bf16, &shape, &ints);
         let t = &m.floats([("x", vec![65536], m.values("x", Fill::AllBf16, 65536, 65536))])["x"];

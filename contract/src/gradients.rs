@@ -254,8 +254,8 @@ fn signs(index: usize) -> u64 {
     z ^ z >> 31
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
     /// Two batches of two parameters, one recorded whole and one as a sketch; `by` is torch's error in each batch.
@@ -301,8 +301,7 @@ mod tests {
         max_dloss: Some(1e-3),
     };
 
-    #[test]
-    fn gradients_are_held_parameter_by_parameter() {
+    pub(crate) fn gradients_are_held_parameter_by_parameter() {
         let (recorded, answers) = recorded(0.5);
         let measure = recorded.measure(&answers.each_ref(), &BOUND).unwrap();
         assert_eq!((measure.parameters, measure.batches, measure.max_dlogp), (2, 2, 0.0));

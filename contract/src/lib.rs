@@ -25,5 +25,10 @@ pub mod spec;
 pub mod storage;
 pub mod table;
 pub mod tensor;
+#[cfg(feature = "unit-tests")]
+mod unit_tests;
 pub mod verdict;
 pub mod wire;
+
+#[cfg(feature = "unit-tests")]
+pub use unit_tests::{UNIT_TESTS, UnitTest};

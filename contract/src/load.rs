@@ -1256,5 +1256,5 @@ fn axis_named(spec: &Spec, source: &Source, at: usize, name: &str) -> Result<&'s
         .ok_or_else(|| source.fail(at, format!("axis `{name}` is not one of {}; use {}", spec.name, known.join(", "))))
 }
 
-#[cfg(test)]
-mod tests;
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests;

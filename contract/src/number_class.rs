@@ -133,12 +133,11 @@ fn element(bits: u32, dtype: DType) -> Tensor {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn classes_of_every_dtype() {
+    pub(crate) fn classes_of_every_dtype() {
         for (dtype, bits) in [
             (DType::Bf16, [0, 0x8000, 0x007f, 0x0080, 0xff7f, 0x7f80, 0xff80, 0x7fc0]),
             (DType::Fp16, [0, 0x8000, 0x03ff, 0x8400, 0x7bff, 0x7c00, 0xfc00, 0x7e00]),
@@ -152,8 +151,7 @@ mod tests {
     }
 
     /// A class counts where the bound refuses what a flush, a saturation or another sign would give.
-    #[test]
-    fn a_class_counts_where_it_is_told_apart() {
+    pub(crate) fn a_class_counts_where_it_is_told_apart() {
         let bound = Bound::Ulp { ulp: 0.5, condition_factor: 4.0, p99_ulp: None, correctly_rounded: None };
         let told = |value: f64, condition: f64| {
             let reference = Reference { shape: vec![1], value: vec![value], condition: vec![condition], exact: false };

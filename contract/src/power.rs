@@ -637,14 +637,13 @@ fn thin(draw: &Draw, row: usize, mut terms: Vec<f64>) -> Vec<f64> {
     terms
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::fill::Fill;
     use std::collections::BTreeMap;
 
-    #[test]
-    fn exponentials() {
+    pub(crate) fn exponentials() {
         for x in [-17.25, -3.0, -0.1, 0.0, 0.5, 2.0] {
             assert!((exp(x) / x.exp() - 1.0).abs() < 1e-13, "{x}");
         }
@@ -652,8 +651,7 @@ mod tests {
 
     /// Most steps of an ulp of r move stored bf16 elements in some of the rows: of bf16 there are few pairs whose product is
     /// beside a tie.
-    #[test]
-    fn rows_of_norms_feel_r() {
+    pub(crate) fn rows_of_norms_feel_r() {
         let (ints, params) = (BTreeMap::new(), BTreeMap::new());
         let shape = BTreeMap::from([("R".to_string(), 40), ("N".to_string(), 1024)]);
         let maker = Maker {
@@ -680,8 +678,7 @@ mod tests {
         assert!(felt >= 6, "of 40 rows so many feel each step: {moved:?}");
     }
 
-    #[test]
-    fn distances_from_ties() {
+    pub(crate) fn distances_from_ties() {
         assert_eq!(from_tie(1.0 + 1.0 / 256.0, 128.0), 0.0);
         assert_eq!(from_tie(0.25, 128.0), 0.5);
         assert_eq!(from_tie(8.0 * (1.0 + 1.0 / 2048.0), 1024.0), 0.0);

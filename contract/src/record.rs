@@ -245,13 +245,12 @@ pub struct Attempt {
     pub sha256: String,
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::verdict::Evidence;
 
-    #[test]
-    fn every_element_is_counted_once_in_the_class_of_its_error() {
+    pub(crate) fn every_element_is_counted_once_in_the_class_of_its_error() {
         let mut spread = Spread::default();
         assert!(spread.is_empty());
         for (ulp, share) in [(Some(0.0), 0.0), (Some(0.5), 1.0), (Some(0.51), 1.0001), (Some(1e9), f64::INFINITY)] {
@@ -266,8 +265,7 @@ mod tests {
     }
 
     /// A record has its verdict as one word, and is read as schema 1 had it.
-    #[test]
-    fn verdicts_are_one_word_beside_their_reason_or_evidence() {
+    pub(crate) fn verdicts_are_one_word_beside_their_reason_or_evidence() {
         let evidence = Evidence { message: "y[0] differs".into(), ulp: Some(1.0), count: 3, ..Evidence::default() };
         let reason = || "why".to_string();
         let all = [
@@ -296,8 +294,7 @@ mod tests {
     }
 
     /// What was written before there was a spread is read, and writes none.
-    #[test]
-    fn measures_without_a_spread_stay_as_they_are() {
+    pub(crate) fn measures_without_a_spread_stay_as_they_are() {
         let old = r#"{"samples":1,"max_ulp":0.5,"p99_ulp":0.5,"correctly_rounded":1.0,"max_abs":0.0,"of_bound":0.5}"#;
         let measure: Measure = serde_json::from_str(old).unwrap();
         assert!(measure.spread.is_empty());

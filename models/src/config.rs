@@ -532,8 +532,8 @@ fn eps(fields: &Fields, name: &str) -> f32 {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::rotary::Scaling;
     use serde_json::json;
@@ -559,8 +559,7 @@ mod tests {
         all
     }
 
-    #[test]
-    fn families_and_defaults() {
+    pub(crate) fn families_and_defaults() {
         for family in ["qwen3", "qwen2", "llama", "phi3"] {
             assert_eq!(read(family, json!({})).unwrap().family.name(), family);
         }
@@ -571,8 +570,7 @@ mod tests {
         assert_eq!((llama.tied, llama.bos, llama.eos.len()), (false, None, 0));
     }
 
-    #[test]
-    fn both_spellings_of_the_rotary_base() {
+    pub(crate) fn both_spellings_of_the_rotary_base() {
         let old = json!({"rope_parameters": null, "rope_theta": 5e5, "rope_scaling": {"type": "default"}});
         assert_eq!(read("qwen3", old).unwrap().rotary[0].theta, 5e5);
         assert_eq!(read("qwen3", json!({"rope_theta": 10000})).unwrap().rotary[0].theta, 1e4);
@@ -580,8 +578,7 @@ mod tests {
     }
 
     /// What a scaling takes where the folder does not say it, and what follows from it for cosines and sines.
-    #[test]
-    fn scalings_and_their_defaults() {
+    pub(crate) fn scalings_and_their_defaults() {
         let read = |family: &str, parameters: Value| {
             let mut all = json!({"rope_theta": 10000.0, "original_max_position_embeddings": 128});
             all.as_object_mut().unwrap().extend(parameters.as_object().unwrap().clone());
@@ -614,8 +611,7 @@ mod tests {
         assert_eq!(read("phi3", json!({"partial_rotary_factor": 0.5})).dim, 8);
     }
 
-    #[test]
-    fn windows_and_lengths() {
+    pub(crate) fn windows_and_lengths() {
         let windows = |family: &str, changes| read(family, changes).unwrap().windows();
         assert_eq!(windows("mistral", json!({"sliding_window": 9})), [Some(9); 2]);
         // The family's own default, where the key is missing and not null.
@@ -640,8 +636,7 @@ mod tests {
     }
 
     /// A base that is stretched once and for all, a share of a head in elements, and which layers have experts.
-    #[test]
-    fn bases_and_shares_and_sparse_layers() {
+    pub(crate) fn bases_and_shares_and_sparse_layers() {
         let stretched =
             json!({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 8.0, "factor": 1.0}});
         let hunyuan = read("hunyuan_v1_dense", stretched).unwrap();
@@ -674,15 +669,13 @@ mod tests {
         assert_eq!(read("qwen2_moe", qwen).unwrap().windows(), [Some(4096), None, Some(4096), None]);
     }
 
-    #[test]
-    fn eos_is_a_token_or_a_list() {
+    pub(crate) fn eos_is_a_token_or_a_list() {
         assert_eq!(read("llama", json!({"eos_token_id": 7})).unwrap().eos, [7]);
         assert_eq!(read("llama", json!({"eos_token_id": [7, 8]})).unwrap().eos, [7, 8]);
         assert_eq!(read("llama", json!({"pad_token_id": -1})).unwrap().pad, None);
     }
 
-    #[test]
-    fn what_is_not_supported_is_refused_by_name() {
+    pub(crate) fn what_is_not_supported_is_refused_by_name() {
         let scaled = |kind: &str, parameters: Value| {
             let mut all = json!({"rope_type": kind, "rope_theta": 10000.0});
             all.as_object_mut().unwrap().extend(parameters.as_object().unwrap().clone());
@@ -900,8 +893,7 @@ mod tests {
     }
 
     /// Which shared block stands before which layer, and what the fields of Zamba2 may not say.
-    #[test]
-    fn shared_blocks_and_their_fields() {
+    pub(crate) fn shared_blocks_and_their_fields() {
         let zamba2 = |more: Value| {
             let kinds = ["hybrid", "mamba", "hybrid", "linear_attention", "hybrid"];
             let plain = json!({
@@ -956,8 +948,7 @@ mod tests {
         assert!(all.iter().all(|told| line.contains(told)), "{line}");
     }
 
-    #[test]
-    fn all_complaints_come_together() {
+    pub(crate) fn all_complaints_come_together() {
         let changes = json!({
             "hidden_size": -1, "head_dim": null, "rms_norm_eps": 0, "num_key_value_heads": 3, "hidden_act": "gelu", "alibi": true,
             "rope_parameters": {"rope_type": "yarn", "factor": -1, "beta_fast": "x"}, "eos_token_id": [7, 100],
@@ -982,8 +973,7 @@ mod tests {
     }
 
     /// What nobody reads, and what asks for nothing, is named and changes nothing.
-    #[test]
-    fn what_changes_nothing_is_passed_by() {
+    pub(crate) fn what_changes_nothing_is_passed_by() {
         let passes = |family: &str, changes: Value| {
             let mut all = json!({"num_local_experts": 4, "num_experts_per_tok": 2});
             if family != "mixtral" {
@@ -1024,8 +1014,7 @@ mod tests {
     }
 
     /// Their fields as published, sizes cut.
-    #[test]
-    fn published_folders_load() {
+    pub(crate) fn published_folders_load() {
         let base = json!({
             "vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
@@ -1366,8 +1355,7 @@ mod tests {
     }
 
     /// Kimi Linear has the sizes and the numbers of its recurring layers in an object, from 1 on.
-    #[test]
-    fn layers_of_kimi_linear() {
+    pub(crate) fn layers_of_kimi_linear() {
         let kimi = |changes: Value| {
             let sizes = json!({"num_hidden_layers": 6, "head_dim": null, "num_key_value_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_token": 3, "num_shared_experts": 1, "routed_scaling_factor": 2.0, "linear_num_heads": 3, "linear_head_dim": 12, "linear_conv_kernel_dim": 4, "rope_parameters": null});
             let config = read("kimi_linear", with(&sizes, changes))?;
@@ -1409,8 +1397,7 @@ mod tests {
     }
 
     /// Phi-3.5-MoE: factors of cosines and sines by the length, how far logits count, a bias of the head; what its code does not do.
-    #[test]
-    fn phimoe_is_read() {
+    pub(crate) fn phimoe_is_read() {
         let phimoe = |changes: Value| {
             let scaled = json!({"rope_type": "longrope", "rope_theta": 1e4, "short_factor": vec![1.0; 8], "long_factor": vec![2.0; 8], "original_max_position_embeddings": 64, "short_mscale": 1.25, "long_mscale": 1.5});
             read("phimoe", with(&json!({"num_local_experts": 8, "rope_parameters": scaled}), changes))
@@ -1450,8 +1437,7 @@ mod tests {
     }
 
     /// Llama 4: which layers look beyond their chunk, rotate, are normed, grow and have experts, each said by a field of its own.
-    #[test]
-    fn layers_of_llama4() {
+    pub(crate) fn layers_of_llama4() {
         let llama4 = |changes: Value| {
             let sizes = json!({"num_hidden_layers": 4, "intermediate_size_mlp": 160, "num_local_experts": 8, "num_experts_per_tok": 1, "rms_norm_eps": 1e-5});
             let config = read("llama4_text", with(&sizes, changes))?;
@@ -1502,8 +1488,7 @@ mod tests {
     }
 
     /// A text model beside one of images: its fields stand in `text_config`, and those around it are looked at too.
-    #[test]
-    fn text_models_beside_others_are_read() {
+    pub(crate) fn text_models_beside_others_are_read() {
         let read = |around: Value, within: Value| {
             let text = json!({"attention_bias": false, "attn_output_gate": true, "dtype": "bfloat16", "eos_token_id": 3, "full_attention_interval": 2, "head_dim": 16, "hidden_act": "silu", "hidden_size": 48, "intermediate_size": 80, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 12, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": false, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_parameters": {"mrope_interleaved": true, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}, "use_cache": true, "vocab_size": 96});
             let all = json!({"architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 90, "model_type": "qwen3_5", "text_config": with(&text, within), "tie_word_embeddings": true, "transformers_version": "5.2.0", "video_token_id": 91, "vision_config": {"depth": 2, "hidden_size": 32, "model_type": "qwen3_5"}, "vision_end_token_id": 92, "vision_start_token_id": 93});
@@ -1538,8 +1523,7 @@ mod tests {
     }
 
     /// Either name of a field is read, the family's own first; what is wrong is told by the one that stands there.
-    #[test]
-    fn fields_of_other_names() {
+    pub(crate) fn fields_of_other_names() {
         let gpt2 = |changes: Value| {
             let mut fields = json!({"model_type": "gpt2", "vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "layer_norm_epsilon": 1e-5});
             fields.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
@@ -1566,8 +1550,7 @@ mod tests {
     }
 
     /// The kinds of the layers of a Nemotron-H, in either form, say how many there are where nothing else does.
-    #[test]
-    fn layers_are_counted_by_their_kinds() {
+    pub(crate) fn layers_are_counted_by_their_kinds() {
         let nemotron = |changes: Value| {
             let base = json!({"num_hidden_layers": null, "layer_norm_epsilon": 1e-5, "mamba_num_heads": 4, "mamba_n_groups": 2});
             let config = read("nemotron_h", with(&base, changes))?;
@@ -1611,8 +1594,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn sizes_are_checked() {
+    pub(crate) fn sizes_are_checked() {
         let cases = [
             (json!({"hidden_size": null}), "`hidden_size` is missing"),
             (json!({"hidden_size": 0}), "`hidden_size` is 0"),

@@ -503,16 +503,15 @@ fn final_norm(c: &Config, loader: &mut Loader) -> Result<Norm, ModelError> {
     Norm::load(loader, c.final_norm, c.hidden, &c.norms)
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::{Model, PAGE_SIZE, Precision};
     use samebits_ops::TensorRef;
     use std::path::Path;
 
     /// Some tied folders store the table a second time: it has one gradient.
-    #[test]
-    fn a_table_that_is_stored_twice_is_one_parameter() {
+    pub(crate) fn a_table_that_is_stored_twice_is_one_parameter() {
         let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/gemma2");
         let dir = tempfile::tempdir().unwrap();
         std::fs::copy(from.join("config.json"), dir.path().join("config.json")).unwrap();
@@ -549,8 +548,7 @@ mod tests {
     }
 
     /// Dense and sparse, tied and not, with what is no parameter.
-    #[test]
-    fn an_update_leaves_nothing_of_the_old_weights() {
+    pub(crate) fn an_update_leaves_nothing_of_the_old_weights() {
         let cpu = Cpu::best();
         for name in ["qwen2", "gemma2", "phi3", "mixtral", "deepseek-v3"] {
             let (config, [old, new]) = two_versions(name);
@@ -570,8 +568,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn an_update_that_ends_in_the_middle_is_never_run() {
+    pub(crate) fn an_update_that_ends_in_the_middle_is_never_run() {
         let cpu = Cpu::best();
         let (config, [old, new]) = two_versions("qwen2");
         let mut model = Model::of_tensors(&config, &views(&old), Precision::Bf16, None, &cpu).unwrap();
@@ -589,8 +586,7 @@ mod tests {
         assert_eq!(logits(&model, &cpu).unwrap(), before);
     }
 
-    #[test]
-    fn the_last_row_of_each_sequence_has_the_same_logits_alone() {
+    pub(crate) fn the_last_row_of_each_sequence_has_the_same_logits_alone() {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/llama");
         let cpu = Cpu::best();
         let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();

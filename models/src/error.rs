@@ -181,12 +181,11 @@ impl From<samebits_ops::Error> for ModelError {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn names_from_files_are_escaped_and_files_named_once() {
+    pub(crate) fn names_from_files_are_escaped_and_files_named_once() {
         let field = |name: &str| ModelError::field(Path::new("a\u{1b}[2J/config.json"), name, "is \"\u{7}\u{202e}é\"");
         assert_eq!(field("x\n").to_string(), "a\\u{1b}[2J/config.json: `x\\n` is \"\\u{7}\\u{202e}é\"");
         let tensor = || ModelError::tensor(Path::new("w"), "t", "is odd");

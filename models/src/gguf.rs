@@ -13,7 +13,7 @@ use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::Path;
 
-mod blocks;
+pub(crate) mod blocks;
 mod names;
 mod tokenizer;
 mod writing;

@@ -824,8 +824,8 @@ impl Model {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::Precision;
     use crate::weights::Weights;
@@ -834,8 +834,7 @@ mod tests {
 
     /// Runs of groups and of micro-batches, each of other rows: more than are a tile of logits, with padding before or
     /// behind them, in one row or not, once more for the reverse pass or not.
-    #[test]
-    fn how_rows_are_arranged_moves_no_bit() {
+    pub(crate) fn how_rows_are_arranged_moves_no_bit() {
         let cpu = Cpu::best();
         let lengths = [40, 45, 1, 44, 39, 45, 45, 41];
         let sequences = lengths.map(|n| (0..n).map(|t| (n * 31 + t * 7) as i32 % 160).collect::<Vec<i32>>());
@@ -884,8 +883,7 @@ mod tests {
     }
 
     /// Sequences that go by with a loss made elsewhere, on ranks whose sums are joined: the gradients of the batch.
-    #[test]
-    fn sums_of_parts_and_of_ranks_are_those_of_the_batch() {
+    pub(crate) fn sums_of_parts_and_of_ranks_are_those_of_the_batch() {
         let cpu = Cpu::best();
         for (name, lengths) in [("mixtral", &[5, 7, 1, 6, 4, 5, 2, 8][..]), ("qwen3", &[6, 3, 9])] {
             let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
@@ -929,8 +927,7 @@ mod tests {
 
     /// Sequences that a rank is not to have, that have not been gone back through or that are missing are refused; with one
     /// group any number of them makes a batch.
-    #[test]
-    fn sequences_of_an_accumulator_are_counted() {
+    pub(crate) fn sequences_of_an_accumulator_are_counted() {
         let cpu = Cpu::best();
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/qwen3");
         let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
@@ -963,8 +960,7 @@ mod tests {
     }
 
     /// Matrices that stand as they were loaded, as they do in training, give the bits of packed ones.
-    #[test]
-    fn packing_moves_no_bit() {
+    pub(crate) fn packing_moves_no_bit() {
         let cpu = Cpu::best();
         let (sequences, count) = ([vec![1, 2, 3, 9], vec![4, 5]], [vec![0, 1, 1, 0], vec![0, 1]]);
         let batch =
@@ -988,8 +984,7 @@ mod tests {
     }
 
     /// Ratios are cut where the loss says.
-    #[test]
-    fn borders_of_ratios_are_those_of_the_loss() {
+    pub(crate) fn borders_of_ratios_are_those_of_the_loss() {
         let cpu = Cpu::best();
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/qwen3");
         let model = Model::load(&dir, Precision::Fp32, &cpu).unwrap();
@@ -1011,8 +1006,7 @@ mod tests {
     }
 
     /// Padding stands before or behind each sequence, or all of them; what a shorter one lacks, behind it.
-    #[test]
-    fn rows_stand_where_the_run_says() {
+    pub(crate) fn rows_stand_where_the_run_says() {
         let of = |padding, pack| {
             let arranged = Arranged::new(&[2, 3], &GradientRun { padding, pack, ..GradientRun::default() });
             let block = |block: Block| (block.first, block.stride, block.rows, block.lengths);
@@ -1054,8 +1048,7 @@ mod tests {
 
     /// All values of a reverse pass are shown, from its end to its beginning and then the parameters, of tokens alone; and
     /// what a probe makes of one goes on, whatever padding stands around it.
-    #[test]
-    fn a_reverse_pass_is_shown() {
+    pub(crate) fn a_reverse_pass_is_shown() {
         let (sequences, count) = ([vec![1, 2, 3], vec![4, 5]], [vec![0, 1, 1], vec![0, 1]]);
         let old_logprob = [vec![-4.0; 3], vec![-5.0; 2]];
         let with_entropy =
@@ -1119,8 +1112,7 @@ mod tests {
     }
 
     /// Of rows with labels, those of padding become NaN.
-    #[test]
-    fn padding_is_spoilt() {
+    pub(crate) fn padding_is_spoilt() {
         let (tokens, mut values) = ([(PADDING, 0), (0, 0), (PADDING, 1)], [1f32; 6]);
         let (mut shown, layer, op) = (Shown { probe: None, first: 0, looks: false }, None, None);
         shown.see(&mut Seen { layer, site: "embed", op, tokens: &tokens, values: &mut values }).unwrap();

@@ -50,7 +50,7 @@ mod pass;
 mod pth;
 mod quantised;
 mod quantize;
-#[cfg(test)]
+#[cfg(feature = "unit-tests")]
 mod reference;
 mod rollout;
 mod rotary;
@@ -63,6 +63,8 @@ mod tokenizer;
 mod tokenizer_files;
 mod trace;
 mod train;
+#[cfg(feature = "unit-tests")]
+mod unit_tests;
 mod weights;
 
 pub use adapters::{ADAPTER_CONFIG, ADAPTER_TENSORS, AdapterChoice, PeftFolder, named_folder};
@@ -85,3 +87,5 @@ pub use sums::Partial;
 pub use tokenizer::Encoded;
 pub use trace::{Probe, Seen, Tripwire};
 pub use train::{Optimizer, StepReport, Trainer};
+#[cfg(feature = "unit-tests")]
+pub use unit_tests::{UNIT_TESTS, UnitTest};

@@ -26,12 +26,11 @@ pub(crate) fn buffer<T: Element>(dims: &[usize]) -> Result<Vec<T>, ModelError> {
     Ok(data)
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn too_much_memory_is_an_error() {
+    pub(crate) fn too_much_memory_is_an_error() {
         for dims in [&[usize::MAX, 2][..], &[usize::MAX / 8]] {
             assert!(buffer::<f32>(dims).unwrap_err().to_string().contains("does not fit"));
         }

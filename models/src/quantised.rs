@@ -537,8 +537,8 @@ impl<'a, 'c> Object<'a, 'c> {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use serde_json::json;
 
@@ -565,8 +565,7 @@ mod tests {
     }
 
     /// One column of eight rows: row 1 stands in the fifth four bits. A difference of 0 times a negative scale is -0.
-    #[test]
-    fn numbers_of_e4m3() {
+    pub(crate) fn numbers_of_e4m3() {
         let of = [
             (0x00, 0.0),
             (0x01, 0.001953125),
@@ -580,8 +579,7 @@ mod tests {
         assert!(e4m3(0x7f).is_nan() && e4m3(0xff).is_nan() && e4m3(0x80).is_sign_negative());
     }
 
-    #[test]
-    fn words_of_awq() {
+    pub(crate) fn words_of_awq() {
         let (zeros, scales) = (bytes(&[0x8765_4321]), [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, -2.0]);
         let beside = Beside { scales: &scales, zeros: Some(Zeros::Words(&zeros)), columns: &[0] };
         let y = expanded(&scheme(Order::Awq, 4), 8, &[0x8fed_cba9], &beside);
@@ -594,8 +592,7 @@ mod tests {
     }
 
     /// Eight columns of one row, whose groups the folder says. A zero is stored as one less, so it may be 16.
-    #[test]
-    fn words_of_gptq() {
+    pub(crate) fn words_of_gptq() {
         let zeros = bytes(&[0x00, 0x4f]);
         let scales = [0.5, 2.0, 10.0, 20.0];
         let beside = Beside { scales: &scales, zeros: Some(Zeros::Words(&zeros)), columns: &[1, 1, 0, 0, 0, 0, 1, 0] };
@@ -605,8 +602,7 @@ mod tests {
     }
 
     /// A row of five columns of a byte each in words, with half the range added, and signed bytes.
-    #[test]
-    fn rows_of_words_and_bytes() {
+    pub(crate) fn rows_of_words_and_bytes() {
         let beside = Beside { scales: &[0.5], zeros: None, columns: &[0; 5] };
         let words = [0x7f80_81ff, 0x0000_0000];
         assert_eq!(expanded(&scheme(Order::Rows, 8), 1, &words, &beside), [63.5, 0.5, 0.0, -0.5, -64.0]);
@@ -618,8 +614,7 @@ mod tests {
         assert_eq!(expanded(&scheme(Order::Rows, 4), 2, &[3, 3], &beside), [2.0, -6.0]);
     }
 
-    #[test]
-    fn schemes_are_read_and_all_else_is_refused() {
+    pub(crate) fn schemes_are_read_and_all_else_is_refused() {
         let weights = |more: Value| {
             let mut weights = json!({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": true, "dynamic": false});
             weights.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());

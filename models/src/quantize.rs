@@ -123,7 +123,9 @@ impl Quantizing {
             let width = of_shape.last().copied().unwrap_or(1).max(1);
             let rows: Vec<&[f32]> = values.chunks(width).collect();
             if let (Form::Blocks(_), Some(x)) = (form, values.iter().find(|x| x.abs() > LARGEST)) {
-                let why = format!("`{name}` holds {x:e}; blocks of a GGUF file have f16 scales, which end at {LARGEST:e}: use int8");
+                let why = format!(
+                    "`{name}` holds {x:e}; blocks of a GGUF file have f16 scales, which end at {LARGEST:e}: use int8"
+                );
                 return Err(ModelError::input("weights", why));
             }
             let place = |row: usize| heads.map_or(row, |heads| crate::weights::unpaired(row, rows.len() / heads));
@@ -314,15 +316,14 @@ fn says_the_same(dir: &Path, config: &Config, header: &[u8], factors: Option<&[f
     Err(ModelError::file(dir, why))
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::layers::loader::Loader;
     use samebits_ops::{Cpu, DType};
 
     /// A matrix of a file takes the bytes of its integers in memory, and not those of what they stand for.
-    #[test]
-    fn matrices_of_a_file_stay_integers() {
+    pub(crate) fn matrices_of_a_file_stay_integers() {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/llama");
         let mut quantizing = Quantizing::of(&dir, Scheme::Q8_0).unwrap();
         let mut bytes = quantizing.header.clone();

@@ -27,8 +27,7 @@ impl Probe for Routing {
 }
 
 /// Both recorded runs agree on every expert, so a difference of logits is one of rounding and not of another choice.
-#[test]
-fn experts_are_those_that_transformers_chose() {
+pub(crate) fn experts_are_those_that_transformers_chose() {
     for name in ["mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3"] {
         let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
         let file = fs::read(dir.join("reference.safetensors")).unwrap();

@@ -542,8 +542,8 @@ impl Rotary {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
     fn freq(scaling: Scaling, length: usize) -> Vec<f32> {
@@ -551,8 +551,7 @@ mod tests {
     }
 
     /// The values are those of transformers 5.23's `ROPE_INIT_FUNCTIONS` for the same parameters, computed in f64.
-    #[test]
-    fn scalings_are_the_published_ones() {
+    pub(crate) fn scalings_are_the_published_ones() {
         let plain = freq(Scaling::Default, 1);
         assert_eq!(plain[..3], [1.0, 0.31622776, 0.1]);
         assert_eq!(freq(Scaling::Linear { factor: 4.0 }, 1)[1], 0.07905694);
@@ -588,8 +587,7 @@ mod tests {
     }
 
     /// The ends of the ramp, by hand: a frequency number i is divided by 4 in part, `(i - low) / (high - low)`.
-    #[test]
-    fn a_ramp_has_its_ends() {
+    pub(crate) fn a_ramp_has_its_ends() {
         let parts = |original: usize, [beta_fast, beta_slow]: [f64; 2], truncate: bool| -> Vec<f64> {
             let yarn = freq(Scaling::Yarn { factor: 4.0, beta_fast, beta_slow, original, truncate }, 1);
             let plain = (0..8).map(|i| 10_000f64.powf(-0.125 * f64::from(i)));
@@ -609,8 +607,7 @@ mod tests {
         near(parts(1 << 31, [1e9, 1.0], true), 0.0, 15.0);
     }
 
-    #[test]
-    fn queries_grow_by_hand() {
+    pub(crate) fn queries_grow_by_hand() {
         let rotary = |growth| Rotary { factor: 1.5, growth, ..Rotary::default() };
         let growing = rotary(Some(Growth { beta: 0.25, original: 16, first: 0 }));
         assert_eq!([0, 15].map(|at| growing.factor_at(1, at)), [1.5; 2]);
@@ -621,8 +618,7 @@ mod tests {
         assert_eq!(rotary(None).factor_at(1, 99), 1.5);
     }
 
-    #[test]
-    fn attention_is_stretched_by_hand() {
+    pub(crate) fn attention_is_stretched_by_hand() {
         assert_eq!((mscale(0.5, 3.0), mscale(1.0, 3.0)), (1.0, 1.0));
         assert!((mscale(1.5, 2.0) - 1.081_093_021_621_633).abs() < 1e-15);
     }

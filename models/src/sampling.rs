@@ -752,12 +752,11 @@ pub(crate) fn random(seed: u64, sequence: u64, position: u64) -> u64 {
     mix(mix(mix(seed).wrapping_add(sequence)).wrapping_add(position))
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn random_numbers_are_even_and_differ_by_every_argument() {
+    pub(crate) fn random_numbers_are_even_and_differ_by_every_argument() {
         let share = |seed, sequence, position| (random(seed, sequence, position) >> 11) as f64 / (1u64 << 53) as f64;
         let mut buckets = [0; 16];
         for sequence in 0..40 {
@@ -773,8 +772,7 @@ mod tests {
     }
 
     /// What is written is read again, and nothing stands there that was not asked for.
-    #[test]
-    fn settings_are_read_as_they_are_written() {
+    pub(crate) fn settings_are_read_as_they_are_written() {
         let rule = SamplingRule {
             temperature: 0.7,
             top_k: 5,
@@ -798,8 +796,7 @@ mod tests {
     }
 
     /// Draws follow the distribution that truncation leaves: chi-square of a million, of 7 degrees of freedom.
-    #[test]
-    fn draws_follow_their_distribution() {
+    pub(crate) fn draws_follow_their_distribution() {
         let (cpu, logits) = (Cpu::best(), [0.3f32, -1.0, 2.0, 1.1, 0.0, 1.9, -0.4, 0.8, 1.5, -3.0]);
         let rule = SamplingRule { temperature: 0.9, top_k: 8, ..SamplingRule::default() };
         let checked = Checked { rule, bias: None };

@@ -131,12 +131,11 @@ impl Default for Run<'_> {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn names_read_back() {
+    pub(crate) fn names_read_back() {
         for schedule in [
             Schedule::Prefill,
             Schedule::Decode,
@@ -153,8 +152,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn other_names_are_refused_with_the_choices() {
+    pub(crate) fn other_names_are_refused_with_the_choices() {
         for text in ["", "chunk", "chunk:", "chunk:0", "chunk:-1", "chunk:1.5", "Prefill", "decode ", "prefix:0"] {
             let line = text.parse::<Schedule>().unwrap_err().to_string();
             assert!(line.contains(&format!("`{text}`")) && line.contains("prefill, decode, mixed, chunk:N"), "{line}");

@@ -6,8 +6,8 @@
 mod paged;
 mod pool;
 mod recurrent;
-#[cfg(test)]
-mod tests;
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests;
 
 pub use pool::PageOrder;
 pub(crate) use recurrent::Recurrent;

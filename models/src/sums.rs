@@ -461,8 +461,8 @@ fn add(cpu: &Cpu, a: &Tensor, b: &Tensor) -> Result<Tensor, ModelError> {
     Ok(y)
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use std::slice;
 
@@ -479,8 +479,7 @@ mod tests {
     }
 
     /// A gradient has the shape of its parameter, also where it was summed as a vector.
-    #[test]
-    fn gradients_have_the_shape_of_their_parameter() {
+    pub(crate) fn gradients_have_the_shape_of_their_parameter() {
         let cpu = Cpu::best();
         let of = |name: &str, values: &[f32], shape: &[usize]| {
             (Of::whole(name), Total { values: tensor(values, shape), has: Has::All })
@@ -498,8 +497,7 @@ mod tests {
     }
 
     /// The names of what ranks exchange say which rows a sum has; rows that cannot be are refused.
-    #[test]
-    fn sums_of_other_rows_than_their_names_say_are_refused() {
+    pub(crate) fn sums_of_other_rows_than_their_names_say_are_refused() {
         let table = |rows: &str| format!(r#"["t",0,true,{rows}]"#);
         let of = |names: &[String], shape: &[usize]| {
             let values = tensor(&vec![1.0; shape.iter().product()], shape);
@@ -519,8 +517,7 @@ mod tests {
     }
 
     /// A matrix goes on from its state, a vector from its chains and the tokens that it has had.
-    #[test]
-    fn sums_go_on_from_where_they_were() {
+    pub(crate) fn sums_go_on_from_where_they_were() {
         let cpu = Cpu::best();
         let mut sums = Sums::new(Some(tensor(&[7.0; 2], &[2, 1])));
         for before in [0.0f32, 3.0, 6.0] {
@@ -547,8 +544,7 @@ mod tests {
     }
 
     /// The uses of a shared weight are added when a group ends, the first first, however they came.
-    #[test]
-    fn uses_of_shared_weights_are_added_in_their_order() {
+    pub(crate) fn uses_of_shared_weights_are_added_in_their_order() {
         let cpu = Cpu::best();
         let parts = [(2, -1e8f32), (0, 1.0), (1, 1e8), (2, 0.0), (0, 0.0)];
         for order in [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0]] {
@@ -572,8 +568,7 @@ mod tests {
     }
 
     /// Groups are joined as pairs, and pairs of pairs; what a group has not is +0 there.
-    #[test]
-    fn groups_are_joined_as_a_tree() {
+    pub(crate) fn groups_are_joined_as_a_tree() {
         let cpu = Cpu::best();
         let mut tree = Tree::default();
         let group = |values: &[(&str, f32)]| {
@@ -600,8 +595,7 @@ mod tests {
     }
 
     /// The sums of some rows of a parameter are put to those rows, and a table's two sums are added.
-    #[test]
-    fn gradients_are_whole_parameters() {
+    pub(crate) fn gradients_are_whole_parameters() {
         let cpu = Cpu::best();
         let source = |start, width| Source { groups: 2, start, width, ..Source::whole("p".into(), 3) };
         let total = |values: &[f32], shape: &[usize], has| Total { values: tensor(values, shape), has };
@@ -622,8 +616,7 @@ mod tests {
     }
 
     /// The rows of a product are columns of what is stored transposed, also where both are square; its bias stays a vector.
-    #[test]
-    fn gradients_of_transposed_matrices_are_turned_back() {
+    pub(crate) fn gradients_of_transposed_matrices_are_turned_back() {
         let cpu = Cpu::best();
         let source = |start, width| Source { start, width, transposed: true, ..Source::whole("p".into(), 2) };
         let of = |source: Source, part: &str, values: &[f32], shape: &[usize]| {
@@ -652,8 +645,7 @@ mod tests {
     }
 
     /// A table goes on with the rows that it has, whichever come in between; groups join those of each.
-    #[test]
-    fn tables_hold_the_rows_that_were_looked_up() {
+    pub(crate) fn tables_hold_the_rows_that_were_looked_up() {
         let cpu = Cpu::best();
         let group = |looked_up: &[&[i32]]| {
             let mut sums = Sums::default();

@@ -300,8 +300,8 @@ fn listed(texts: &[String]) -> String {
     names.join(", ")
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use serde_json::json;
 
@@ -368,8 +368,7 @@ mod tests {
 
     const NOTHING: [&[&str]; 3] = [&[], &[], &[]];
 
-    #[test]
-    fn bpe_without_an_unknown_token_drops() {
+    pub(crate) fn bpe_without_an_unknown_token_drops() {
         let tokenizer = tokenizer(digits(json!({})), json!({}));
         lost(&tokenizer, "12+2", NOTHING);
         lost(&tokenizer, "", NOTHING);
@@ -380,8 +379,7 @@ mod tests {
         assert_eq!(encode(&tokenizer, "h1é2", true).unwrap().0.get_ids(), [4]);
     }
 
-    #[test]
-    fn bpe_with_an_unknown_token_reads_it() {
+    pub(crate) fn bpe_with_an_unknown_token_reads_it() {
         for fuse in [false, true] {
             let tokenizer = tokenizer(digits(json!({"unk_token": "<unk>", "fuse_unk": fuse})), json!({}));
             lost(&tokenizer, "12+2", NOTHING);
@@ -392,8 +390,7 @@ mod tests {
         lost(&absent, "1é2", [&[], &["é"], &[]]);
     }
 
-    #[test]
-    fn prefixes_and_suffixes_belong_to_symbols() {
+    pub(crate) fn prefixes_and_suffixes_belong_to_symbols() {
         let model = bpe(
             &["1", "2", "##2", "2</w>", "##2</w>", "1</w>", "ab"],
             &[],
@@ -408,8 +405,7 @@ mod tests {
         lost(&tokenizer, "ab1b", [&[], &["a", "b", "1"], &[]]);
     }
 
-    #[test]
-    fn bytes_lose_nothing() {
+    pub(crate) fn bytes_lose_nothing() {
         let odd = "héé \u{0}\t\n\u{301}🦀한 e\u{301}";
         let all = byte_level();
         let all: Vec<&str> = strs(&all);
@@ -443,8 +439,7 @@ mod tests {
         lost(&tokenizer(bpe(&some, &[], fallback), json!({"normalizer": normalizer})), "1é2", [&[], &[], &["é"]]);
     }
 
-    #[test]
-    fn unigram() {
+    pub(crate) fn unigram() {
         let model = |unknown: Value, bytes: bool| {
             let mut vocab: Vec<Value> =
                 ["<unk>", "\u{2581}", "1", "2", "\u{2581}12", "ab"].iter().map(|t| json!([t, -1.0])).collect();
@@ -463,8 +458,7 @@ mod tests {
         lost(&tokenizer(model(Value::Null, false), splitter), "12 hé1é", [&[], &["h", "é"], &[]]);
     }
 
-    #[test]
-    fn words() {
+    pub(crate) fn words() {
         let splitter = json!({"pre_tokenizer": {"type": "Whitespace"}});
         let model = |unknown: &str| json!({"type": "WordLevel", "vocab": vocab(["<unk>", "one", "two", "+"]), "unk_token": unknown});
         let with = tokenizer(model("<unk>"), splitter.clone());
@@ -482,8 +476,7 @@ mod tests {
         lost(&pieces, "one twoé ononononone", [&[], &[], &["twoé", "ononononone"]]);
     }
 
-    #[test]
-    fn what_normalizers_change_is_no_loss() {
+    pub(crate) fn what_normalizers_change_is_no_loss() {
         let of = |normalizer: Value| tokenizer(digits(json!({})), json!({"normalizer": normalizer}));
         let sequence = |kinds: &[&str]| {
             let kinds: Vec<Value> = kinds.iter().map(|kind| json!({"type": kind})).collect();
@@ -509,8 +502,7 @@ mod tests {
         );
     }
 
-    #[test]
-    fn a_space_before_the_text_is_the_tokenizers_own() {
+    pub(crate) fn a_space_before_the_text_is_the_tokenizers_own() {
         for scheme in ["always", "first", "never"] {
             for split in [true, false] {
                 let splitter =
@@ -525,8 +517,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn added_tokens_are_tokens() {
+    pub(crate) fn added_tokens_are_tokens() {
         let added = |id: u32, content: &str, special: bool, normalized: bool| {
             json!({
                 "id": id, "content": content, "single_word": false, "lstrip": true, "rstrip": true, "normalized": normalized,
@@ -551,8 +542,7 @@ mod tests {
         assert_eq!(encode(&tokenizer, "1 <|é|>2", true).unwrap().0.get_ids(), [8, 2, 8, 3]);
     }
 
-    #[test]
-    fn what_a_pre_tokenizer_leaves_out_is_seen() {
+    pub(crate) fn what_a_pre_tokenizer_leaves_out_is_seen() {
         let of = |splitter: Value| tokenizer(digits(json!({})), json!({"pre_tokenizer": splitter}));
         lost(&of(json!({"type": "Whitespace"})), " 12\t+ 2\u{3000}", NOTHING);
         lost(&of(json!({"type": "CharDelimiterSplit", "delimiter": "+"})), "12+2", [&["+"], &[], &[]]);
@@ -560,8 +550,7 @@ mod tests {
         lost(&of(only), "1 héé2", [&["h", "é"], &[], &[]]);
     }
 
-    #[test]
-    fn names_can_be_read() {
+    pub(crate) fn names_can_be_read() {
         let texts = |texts: &[&str]| listed(&texts.iter().map(|text| text.to_string()).collect::<Vec<_>>());
         assert_eq!(texts(&["h", "é"]), "'h' (U+0068), 'é' (U+00E9)");
         assert_eq!(

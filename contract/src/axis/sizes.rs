@@ -16,12 +16,11 @@ pub(super) fn between(limit: usize, draw: &mut impl FnMut(usize) -> usize) -> Ve
     gaps.take_while(|(least, _)| *least < limit).map(|(least, end)| least + draw(end - least)).collect()
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn batch_sizes() {
+    pub(crate) fn batch_sizes() {
         assert_eq!(sizes(1), [0; 0]);
         assert_eq!(sizes(20), [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17]);
         assert_eq!(between(6, &mut |_| 0), [0; 0]);

@@ -24,8 +24,7 @@ fn refused(file: &str, from: &str, to: &str, near: &str, words: &str) {
     assert!(!error.message.contains('\n'), "{error}");
 }
 
-#[test]
-fn a_folder_gives_the_embedded_contract() {
+pub(crate) fn a_folder_gives_the_embedded_contract() {
     let embedded = Contract::load(None).unwrap();
     let folder = Contract::load(Some(Path::new(env!("CARGO_MANIFEST_DIR")))).unwrap();
     assert_eq!(embedded.digest(), folder.digest());
@@ -36,8 +35,7 @@ fn a_folder_gives_the_embedded_contract() {
     assert!(Contract::load(Some(missing.path())).unwrap_err().message.contains("ops/<op>.toml"));
 }
 
-#[test]
-fn a_folder_with_a_stray_or_missing_table_is_refused() {
+pub(crate) fn a_folder_with_a_stray_or_missing_table_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::create_dir(folder.path().join("ops")).unwrap();
     for (path, text) in embedded() {
@@ -52,8 +50,7 @@ fn a_folder_with_a_stray_or_missing_table_is_refused() {
     assert_eq!((error.file.as_str(), error.line), ("ops/gemm.toml", 1));
 }
 
-#[test]
-fn unknown_words_are_refused() {
+pub(crate) fn unknown_words_are_refused() {
     refused("ws1.toml", "tf32 = \"disabled\"", "tf_32 = \"disabled\"", "tf_32", "unknown field");
     refused("ws1.toml", "tf32 = \"disabled\"", "tf32 = \"fast\"", "[policy]", "disabled");
     refused("ws1.toml", "profile = \"ieee\"", "profile = \"sm90\"", "profile", "ieee");
@@ -78,8 +75,7 @@ fn unknown_words_are_refused() {
     refused("impls.toml", "about", "abuot", "abuot", "unknown field");
 }
 
-#[test]
-fn gaps_and_duplicates_are_refused() {
+pub(crate) fn gaps_and_duplicates_are_refused() {
     refused(
         "ws1.toml",
         "\"fp16\"]\njudgments = [\"accuracy\"]\natol = 5e-3",
@@ -123,8 +119,7 @@ fn gaps_and_duplicates_are_refused() {
     assert!(error.message.contains("no case with fp16 input and fp32 output"), "{error}");
 }
 
-#[test]
-fn an_op_may_promise_more_than_its_class_and_never_less() {
+pub(crate) fn an_op_may_promise_more_than_its_class_and_never_less() {
     let own = |text: &str| {
         let provenance = "source = \"a test\", samples = 0, date = \"2026-11-21\"";
         edited("ops/add.toml", "invariant =", &format!("accuracy = {{ {text}, {provenance} }}\ninvariant ="))
@@ -137,8 +132,7 @@ fn an_op_may_promise_more_than_its_class_and_never_less() {
     assert!(own("ulp = 0.5, condition_factor = 1, atol = 1").unwrap_err().message.contains("unknown field"));
 }
 
-#[test]
-fn a_waiver_has_a_reason_and_an_end() {
+pub(crate) fn a_waiver_has_a_reason_and_an_end() {
     let waive = |text: &str| {
         edited("ops/add.toml", "invariant =", &format!("waive = {{ judgment = \"invariance\", {text} }}\ninvariant ="))
     };
@@ -157,8 +151,7 @@ fn a_waiver_has_a_reason_and_an_end() {
     assert!(waive("axis = \"width\", reason = \"known\", expires = \"2027-01-01\"").is_err());
 }
 
-#[test]
-fn the_first_row_that_matches_holds() {
+pub(crate) fn the_first_row_that_matches_holds() {
     let special = "impls = [\"ours/*\"]\nfills = [\"edges\"]\nstems = [\"sm*\"]\ninvariant = [\"repeat\"]\n\n[[row]]\nimpls = [\"*\"]";
     let contract = edited("ops/softmax.toml", "impls = [\"*\"]", special).unwrap();
     let axes = |name: &str| contract.row("ours/cpu", contract.case(name).unwrap()).unwrap().invariant.len();
@@ -166,8 +159,7 @@ fn the_first_row_that_matches_holds() {
     assert_eq!((axes("softmax/bf16/small-normal-bf16"), axes("softmax/bf16/mid-edges-bf16")), (12, 12));
 }
 
-#[test]
-fn bounds_come_from_row_class_and_set() {
+pub(crate) fn bounds_come_from_row_class_and_set() {
     let contract = Contract::load(None).unwrap();
     assert_eq!(contract.default_rows(), "tight");
     let bound = |rows: &str, name: &str, output| {
@@ -186,8 +178,7 @@ fn bounds_come_from_row_class_and_set() {
     assert_eq!(narrower(DType::Bf16, DType::I32), DType::Bf16);
 }
 
-#[test]
-fn the_table_prints_every_part() {
+pub(crate) fn the_table_prints_every_part() {
     let text = Contract::load(None).unwrap().to_string();
     for part in [
         "ws1 1.0.0, profile ieee, sha256 ",
@@ -204,15 +195,13 @@ fn the_table_prints_every_part() {
     }
 }
 
-#[test]
-fn dates() {
+pub(crate) fn dates() {
     let today = today();
     assert!(today.as_str() >= "2025-01-01" && today.len() == 10, "{today}");
 }
 
 /// Each case that runs by default is a valid question with an answer, and the names say what it is.
-#[test]
-fn default_cases_are_valid() {
+pub(crate) fn default_cases_are_valid() {
     let contract = Contract::load(None).unwrap();
     let (mut elements, mut group, mut of_group) = (0, String::new(), 0);
     for case_spec in contract.cases(Slice::Default).filter(|case| case.fill != Fill::Recorded) {
@@ -239,8 +228,7 @@ fn default_cases_are_valid() {
 }
 
 /// The oracle's own rounding passes every bound, judges something everywhere, and the default slice is affordable.
-#[test]
-fn the_oracle_passes_its_own_bounds() {
+pub(crate) fn the_oracle_passes_its_own_bounds() {
     let contract = Contract::load(None).unwrap();
     let (mut group, mut references, mut judged) = (String::new(), BTreeMap::new(), 0);
     let made = |case: &&CaseSpec| case.spec().class != Class::Chain && case.fill != Fill::Recorded;
@@ -269,8 +257,7 @@ fn the_oracle_passes_its_own_bounds() {
 }
 
 /// Every class that an output can hold is asked for, and every exception is true.
-#[test]
-fn the_classes_are_covered() {
+pub(crate) fn the_classes_are_covered() {
     let contract = Contract::load(None).unwrap();
     let mut problems = Vec::new();
     let mut judged = 0;
@@ -289,8 +276,7 @@ fn the_classes_are_covered() {
 
 /// What faulty arithmetic makes of a class is outside of the bounds on the cases of fill `classes`, for every op, dtype
 /// and class that is covered.
-#[test]
-fn what_a_fault_makes_of_a_class_is_refused() {
+pub(crate) fn what_a_fault_makes_of_a_class_is_refused() {
     use crate::number_class::NumberClass as Class;
     type Spoil = fn(u32, u32) -> u32;
     // Given the bits and the sign bit.
@@ -347,8 +333,7 @@ fn what_a_fault_makes_of_a_class_is_refused() {
 
 /// The scope of an implementation is what its entry requires; stems narrow what must be there, and one that no case has is
 /// refused.
-#[test]
-fn what_is_required_is_the_scope() {
+pub(crate) fn what_is_required_is_the_scope() {
     let list = |required: &str| {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         let text =

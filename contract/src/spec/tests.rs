@@ -23,8 +23,7 @@ fn f32s(shape: &[usize], values: &[f32]) -> Tensor {
 }
 
 /// The canonical outputs lie within the bounds of their class, on every file that comes with the repository.
-#[test]
-fn vectors_agree_with_the_oracle() {
+pub(crate) fn vectors_agree_with_the_oracle() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/vectors");
     let mut files: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     files.sort();
@@ -62,8 +61,7 @@ fn refusal(case: &Case) -> String {
     find(&case.op).unwrap().validate(case).err().unwrap_or_else(|| panic!("accepted")).to_string()
 }
 
-#[test]
-fn refusals_name_the_tensor_and_the_fix() {
+pub(crate) fn refusals_name_the_tensor_and_the_fix() {
     let x = f32s(&[2, 3], &[0.0; 6]);
     let w = f32s(&[4, 3], &[0.0; 12]);
     let gemm = |params: &[(&str, &str)], inputs: &[(&str, Tensor)]| refusal(&case("gemm", params, inputs));
@@ -112,8 +110,7 @@ fn refusals_name_the_tensor_and_the_fix() {
 }
 
 /// Values worked out by hand, so that the oracle is held by something other than itself.
-#[test]
-fn oracles_by_hand() {
+pub(crate) fn oracles_by_hand() {
     let value = |case: &Case, output: &str| find(&case.op).unwrap().oracle(case).unwrap()[output].value.clone();
     let near = |a: &[f64], b: &[f64]| near(a.iter().copied(), b);
 
@@ -241,8 +238,7 @@ fn sampling_by_hand(value: &impl Fn(&Case, &str) -> Vec<f64>) {
     );
 }
 
-#[test]
-fn attention_masks_by_hand() {
+pub(crate) fn attention_masks_by_hand() {
     // One query head, scores 0 for every key, values 1, 2, 4, 8: the output is the mean of what is seen.
     let mean = |params: &[(&str, &str)], q_pos: i32, kv_len: i32| {
         let case = case(
@@ -273,8 +269,7 @@ fn attention_masks_by_hand() {
 }
 
 /// Group heads share keys, and softcap bends scores.
-#[test]
-fn attention_heads_and_softcap_by_hand() {
+pub(crate) fn attention_heads_and_softcap_by_hand() {
     let case = case(
         "attention",
         &[("scale", "2"), ("softcap", "3")],
@@ -295,8 +290,7 @@ fn attention_heads_and_softcap_by_hand() {
 }
 
 /// When a sum is exact in every order, when it overflows in every order, and when nothing is claimed.
-#[test]
-fn sums_by_hand() {
+pub(crate) fn sums_by_hand() {
     let pow = round::pow2;
     let sum_of = |terms: &[f64]| gemm::sum_of(terms.iter().copied());
     let claims_nothing = f64::INFINITY;
@@ -330,8 +324,7 @@ fn attend(q: &[f32], k: &[f32], v: &[f32]) -> [(f64, f64); 2] {
 }
 
 /// A weight below 2^-100 of the largest is 0, and 0 * inf is NaN; three binades on either side nothing is claimed.
-#[test]
-fn attention_of_infinite_values_beside_the_cut() {
+pub(crate) fn attention_of_infinite_values_beside_the_cut() {
     let out = |binades: f32| attend(&[1.0], &[10.0, 10.0 + binades * std::f32::consts::LN_2], &[1.0, f32::INFINITY])[0];
     for (binades, nan, claimed) in [
         (-86.5, false, true),
@@ -350,8 +343,7 @@ fn attention_of_infinite_values_beside_the_cut() {
 }
 
 /// Where the oracle is sure, where it allows for rounding, and where it claims nothing.
-#[test]
-fn attention_conditions_by_hand() {
+pub(crate) fn attention_conditions_by_hand() {
     // A score of products that cancel is not exact.
     assert_eq!(attend(&[0.0, 0.0], &[1.0, -1.0], &[1.0])[1], (0.0, 0.0));
     assert_eq!(attend(&[1.0, 1.0], &[1.0, -1.0], &[1.0])[1], (0.0, 3.0));
@@ -367,8 +359,7 @@ fn judged(case: &Case, output: &str) -> Vec<(f64, f64)> {
 }
 
 /// Two sequences of two channels and three taps, the second of one row.
-#[test]
-fn convolutions_by_hand() {
+pub(crate) fn convolutions_by_hand() {
     let (w, bias) = (f32s(&[2, 3], &[100.0, 10.0, 1.0, 1.0, 0.0, -1.0]), f32s(&[2], &[0.0, 0.5]));
     let x = f32s(&[2, 3, 2], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 9.0, 9.0, 9.0]);
     let state = f32s(&[2, 2, 2], &[-1.0, -2.0, -3.0, -4.0, 0.5, 0.25, 2.0, 3.0]);
@@ -407,8 +398,7 @@ fn convolutions_by_hand() {
 }
 
 /// Two heads' worth of a state of two rows and two columns, two tokens; the second sequence is of one.
-#[test]
-fn recurrences_of_rwkv_by_hand() {
+pub(crate) fn recurrences_of_rwkv_by_hand() {
     let of_tokens = |values: [f32; 8]| f32s(&[2, 2, 1, 2], &values);
     let inputs = [
         ("r", of_tokens([1.0, 1.0, 2.0, 0.0, 1.0, -1.0, 9.0, 9.0])),
@@ -430,8 +420,7 @@ fn recurrences_of_rwkv_by_hand() {
 }
 
 /// Two channels of a state of two elements, two positions; the second sequence is of one. Steps are 32 where they are any.
-#[test]
-fn selective_scans_by_hand() {
+pub(crate) fn selective_scans_by_hand() {
     let (none, nothing) = (f32::NEG_INFINITY, [9.0, 9.0]);
     let inputs = [
         ("x", f32s(&[2, 2, 2], &[1.0, 2.0, -1.0, 3.0, 4.0, 1.0, nothing[0], nothing[1]])),
@@ -453,8 +442,7 @@ fn selective_scans_by_hand() {
 }
 
 /// A key of two elements, two value heads of one element, two tokens; the second sequence is of one.
-#[test]
-fn delta_rules_by_hand() {
+pub(crate) fn delta_rules_by_hand() {
     let rows = f32s(&[2, 2, 1, 2], &[1.0, 0.0, 0.0, 2.0, 3.0, 1.0, 9.0, 9.0]);
     let inputs = [
         ("q", f32s(&[2, 2, 1, 2], &[1.0, 1.0, 2.0, 3.0, 1.0, -1.0, 9.0, 9.0])),
@@ -474,8 +462,7 @@ fn delta_rules_by_hand() {
 }
 
 /// What a product with an uncertain number is uncertain by.
-#[test]
-fn terms_by_hand() {
+pub(crate) fn terms_by_hand() {
     let error =
         |dy: f64, value: f64, error: f64| token_sum::term(dy, rms_norm_backward::Product { value, error }).error;
     assert_eq!((error(2.0, 3.0, 1.0), error(2.0, 3.0, f64::INFINITY)), (2.0, f64::INFINITY));
@@ -498,8 +485,7 @@ fn near(found: impl IntoIterator<Item = f64>, expected: &[f64]) -> bool {
 }
 
 /// What an error of a layer norm is proportional to, and where nothing is claimed.
-#[test]
-fn layer_norm_by_hand() {
+pub(crate) fn layer_norm_by_hand() {
     let pow = |n| round::pow2(n) as f32;
     let norm = |eps: &str, x: &[f32], w: &[f32]| {
         let inputs = [("x", f32s(&[1, x.len()], x)), ("w", f32s(&[w.len()], w))];
@@ -522,8 +508,7 @@ fn layer_norm_by_hand() {
 }
 
 /// The same for the norm by the root of the mean square.
-#[test]
-fn rms_norm_by_hand() {
+pub(crate) fn rms_norm_by_hand() {
     let pow = |n| round::pow2(n) as f32;
     let norm = |eps: &str, rounding: &str, x: f32| {
         let inputs = [("x", f32s(&[1, 2], &[x, -x])), ("w", f32s(&[2], &[1.0; 2]))];
@@ -538,8 +523,7 @@ fn rms_norm_by_hand() {
 }
 
 /// The order of choices, and which of them may change places by rounding.
-#[test]
-fn choices_by_hand() {
+pub(crate) fn choices_by_hand() {
     let order = |values: &[f64], count: usize| {
         let mut doubtful = false;
         (route::order(values, &mut doubtful, count), doubtful)
@@ -558,8 +542,7 @@ fn choices_by_hand() {
 }
 
 /// The error of a softcap is that of its cap, and below the smallest normal number absolute.
-#[test]
-fn softcap_by_hand() {
+pub(crate) fn softcap_by_hand() {
     let tiny = case("softcap", &[("cap", "7.52316384526264e-37")], &[("x", f32s(&[1], &[f32::from_bits(1)]))]);
     let (value, condition) = judged(&tiny, "y")[0];
     // 2^-149 of 2^-120 is as good as itself.
@@ -568,8 +551,7 @@ fn softcap_by_hand() {
 }
 
 /// Where a slope may be rounded to 0, or to either side of it, an infinity and the sign of a zero are unknown.
-#[test]
-fn lost_slopes_by_hand() {
+pub(crate) fn lost_slopes_by_hand() {
     let condition = |op, params: &[(&str, &str)], inputs: &[(&str, f32)], output| {
         let inputs: Vec<_> = inputs.iter().map(|&(name, v)| (name, f32s(&[1, 1], &[v]))).collect();
         judged(&case(op, params, &inputs), output)[0].1
@@ -590,8 +572,7 @@ fn lost_slopes_by_hand() {
 }
 
 /// What rounding leaves of a product: nothing to round, a half of the last place beside what an operand had, or no claim.
-#[test]
-fn products_by_hand() {
+pub(crate) fn products_by_hand() {
     use super::rms_norm_backward::Product;
     let of = |a: f64, b: f64, b_error: f64| {
         let Product { value, error } = Product::of(a, b, b_error);
@@ -615,8 +596,7 @@ fn products_by_hand() {
 }
 
 /// Where nothing may be claimed of a gradient, and where a NaN is certain.
-#[test]
-fn lost_gradients_by_hand() {
+pub(crate) fn lost_gradients_by_hand() {
     let conditions = |op, params: &[(&str, &str)], inputs: &[(&str, &[f32])]| {
         let inputs: Vec<_> = inputs
             .iter()
@@ -649,8 +629,7 @@ fn lost_gradients_by_hand() {
 }
 
 /// Sums over tokens: which rows they are made of, and what is known of them.
-#[test]
-fn token_sums_by_hand() {
+pub(crate) fn token_sums_by_hand() {
     let ints = |values: &[i32]| Tensor::i32(&[values.len()], values.to_vec());
     // Rows 0 and 2 of three go to chains 62 and 63, the next one to chain 0.
     let carry = |at: usize, v: f32| {
@@ -729,8 +708,7 @@ fn token_sums_by_hand() {
 }
 
 /// A temperature divides the logits; a logit of which nothing is claimed decides nothing only where it has no weight.
-#[test]
-fn linear_logprob_by_hand() {
+pub(crate) fn linear_logprob_by_hand() {
     let of = |temperature: &str, w: &[[f32; 3]]| {
         let inputs = [
             ("x", f32s(&[1, 3], &[1.0; 3])),
@@ -786,8 +764,7 @@ impl Digest {
 
 /// Values and conditions of the oracles are what `oracles.txt` says on the small cases of the tables, so that no bound
 /// becomes wider unseen. `SAMEBITS_RECORD=1` writes the file again.
-#[test]
-fn oracles_are_as_recorded() {
+pub(crate) fn oracles_are_as_recorded() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("oracles.txt");
     let contract = Contract::load(None).unwrap();
     let mut digests: BTreeMap<String, Digest> = BTreeMap::new();
@@ -825,8 +802,7 @@ fn oracles_are_as_recorded() {
 
 /// Every oracle of a gradient is what moving each input makes of the oracle of the forward, weighed by the gradients of its
 /// outputs: a gradient `dX` belongs to the input or output X. Inputs are multiples of 2^-8, so that f32 holds them moved.
-#[test]
-fn gradients_are_finite_differences() {
+pub(crate) fn gradients_are_finite_differences() {
     let mut random = samebits_schema::sample::Random::new(5);
     let of_ops = |spec: &&Spec| spec.direction() == Direction::Gradient && spec.class != Class::Chain;
     for spec in all().iter().filter(of_ops) {
@@ -950,8 +926,7 @@ fn differences(spec: &Spec, forward: &Spec, params: &[(&str, &str)], mut inputs:
 }
 
 /// Values of losses, and how far off they may be: tokens that do not count are not read.
-#[test]
-fn losses_by_hand() {
+pub(crate) fn losses_by_hand() {
     let nan = f32::NAN;
     let tokens = |name: &'static str, values: &[f32]| (name, f32s(&[2, 3], values));
     let logprob = tokens("logprob", &[-1.0, nan, -2.0, nan, nan, nan]);
@@ -998,8 +973,7 @@ fn losses_by_hand() {
 }
 
 /// The step: norms, factors, AdamW's first steps.
-#[test]
-fn the_step_by_hand() {
+pub(crate) fn the_step_by_hand() {
     let rewards = [("reward", f32s(&[2, 2], &[3.0, 1.0, 1.0, 1.0]))];
     let advantage = judged(&case("group_advantage", &[("eps", "0.5")], &rewards), "advantage");
     assert!(near([advantage[0].0, advantage[1].0], &[1.0 / 1.5, -1.0 / 1.5]) && advantage[2] == (0.0, 0.0));
@@ -1042,8 +1016,7 @@ fn the_step_by_hand() {
 }
 
 /// The gradient of a loss is what moving each log-probability makes of the loss of the batch.
-#[test]
-fn gradients_of_losses_are_finite_differences() {
+pub(crate) fn gradients_of_losses_are_finite_differences() {
     let mut random = samebits_schema::sample::Random::new(9);
     let mut numbers = |count: usize| (0..count).map(|_| (random.below(768) as f32 - 384.0) / 256.0).collect::<Vec<_>>();
     let (b, t) = (3, 4);

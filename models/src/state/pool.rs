@@ -93,7 +93,7 @@ impl Pool {
     }
 
     /// Places that somebody uses.
-    #[cfg(test)]
+    #[cfg(feature = "unit-tests")]
     pub fn used(&self) -> usize {
         self.len() - self.free.len()
     }

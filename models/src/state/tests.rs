@@ -49,8 +49,7 @@ fn feed(states: &mut States, number: usize, count: usize, tag: f32) {
 
 const ORDERS: [PageOrder; 3] = [PageOrder::Ascending, PageOrder::Descending, PageOrder::Scattered];
 
-#[test]
-fn sequences_keep_what_they_were_given_whatever_the_pages() {
+pub(crate) fn sequences_keep_what_they_were_given_whatever_the_pages() {
     for order in ORDERS {
         for page_size in 1..6 {
             let mut states = states(page_size, order, &paged());
@@ -66,8 +65,7 @@ fn sequences_keep_what_they_were_given_whatever_the_pages() {
     }
 }
 
-#[test]
-fn a_shared_beginning_is_copied_before_it_is_written() {
+pub(crate) fn a_shared_beginning_is_copied_before_it_is_written() {
     for order in ORDERS {
         for page_size in 1..6 {
             let mut states = states(page_size, order, &paged());
@@ -89,8 +87,7 @@ fn a_shared_beginning_is_copied_before_it_is_written() {
 }
 
 /// Pages behind the place may be somebody else's.
-#[test]
-fn what_is_fed_behind_a_rollback_reaches_no_fork() {
+pub(crate) fn what_is_fed_behind_a_rollback_reaches_no_fork() {
     for order in ORDERS {
         for page_size in 1..6 {
             let mut states = states(page_size, order, &paged());
@@ -105,8 +102,7 @@ fn what_is_fed_behind_a_rollback_reaches_no_fork() {
     }
 }
 
-#[test]
-fn more_than_was_declared_is_an_error_and_changes_nothing() {
+pub(crate) fn more_than_was_declared_is_an_error_and_changes_nothing() {
     let mut states = states(2, PageOrder::Ascending, &paged());
     let a = states.open(3);
     states.reserve(&Cpu::best(), a, 2).unwrap();
@@ -167,8 +163,7 @@ fn rows(states: &mut States, layer: usize, number: usize) -> [Vec<f32>; 2] {
 }
 
 /// However tokens are cut and whoever is in the step beside them, and wherever rows stand.
-#[test]
-fn a_recurrence_goes_on_from_what_it_left() {
+pub(crate) fn a_recurrence_goes_on_from_what_it_left() {
     for order in ORDERS {
         let mut states = states(2, order, &[recurrent()]);
         let (a, b) = (states.open(20), states.open(20));
@@ -195,8 +190,7 @@ fn a_recurrence_goes_on_from_what_it_left() {
 }
 
 /// A step that is not ended has written nothing that the next one reads.
-#[test]
-fn a_step_that_fails_leaves_a_recurrence_as_it_was() {
+pub(crate) fn a_step_that_fails_leaves_a_recurrence_as_it_was() {
     let mut states = states(2, PageOrder::Ascending, &[recurrent()]);
     let a = states.open(20);
     step(&mut states, 0, &[(a, &[3, 5])]);
@@ -209,8 +203,7 @@ fn a_step_that_fails_leaves_a_recurrence_as_it_was() {
 }
 
 /// Tokens that were wrongly guessed are forgotten, as far as there is a snapshot; pages and rows have one length.
-#[test]
-fn a_rollback_goes_back_to_a_snapshot() {
+pub(crate) fn a_rollback_goes_back_to_a_snapshot() {
     for order in ORDERS {
         let [first, second] = paged();
         let mut states = states(2, order, &[first, second, recurrent()]);
@@ -243,8 +236,7 @@ fn a_rollback_goes_back_to_a_snapshot() {
 }
 
 /// A fork begins where the other is or was at a snapshot, and neither sees what the other does then.
-#[test]
-fn forks_share_what_they_begin_with() {
+pub(crate) fn forks_share_what_they_begin_with() {
     for order in ORDERS {
         let mut states = states(2, order, &[recurrent()]);
         let a = states.open(20);
@@ -270,8 +262,7 @@ fn forks_share_what_they_begin_with() {
 }
 
 /// Of many snapshots the newest are kept.
-#[test]
-fn the_oldest_snapshot_goes() {
+pub(crate) fn the_oldest_snapshot_goes() {
     let mut states = states(2, PageOrder::Ascending, &[recurrent()]);
     let a = states.open(20);
     states.snapshot(a);
