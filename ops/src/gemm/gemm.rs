@@ -275,7 +275,7 @@ impl PackedWeight {
             && pairs
             && n > 0
             && k > 0
-            && let Some(memory) = dictionary::pack(cpu, [outputs, terms], Matrix { rows: w.rows(), side })?
+            && let Some(memory) = dictionary::pack(cpu, [outputs, terms], Matrix::Weight { rows: w.rows(), side })?
         {
             memory.settle();
             return Ok(PackedWeight { outputs, terms, side, dtype, form: Form::Dictionary, memory });
@@ -285,7 +285,7 @@ impl PackedWeight {
         let mut memory = Memory::new(words).ok_or(Error::Memory { op: "gemm", bytes: words.saturating_mul(4) })?;
         let out: &mut [u32] = &mut memory;
         typed!(dtype => I, {
-            pack_panels(cpu, Matrix { rows: w.rows::<I>(), side }, terms, 0..outputs, Tf32::Disabled, out);
+            pack_panels(cpu, Matrix::Weight { rows: w.rows::<I>(), side }, terms, 0..outputs, Tf32::Disabled, out);
         });
         memory.settle();
         Ok(PackedWeight { outputs, terms, side, dtype, form: Form::of(pairs), memory })
@@ -466,7 +466,7 @@ impl<'a, I: Element> Weight<'a, I> {
                 let how = if side == Side::Rows { "pack" } else { "pack_for_dx" };
                 Err(value_error(op, format!("`w` is packed for another op; use PackedWeight::{how}")))
             }
-            None => w.on_host(op, "w").map(|()| Weight::Plain(Matrix { rows: w.rows(), side })),
+            None => w.on_host(op, "w").map(|()| Weight::Plain(Matrix::Weight { rows: w.rows(), side })),
         }
     }
 }
@@ -613,10 +613,10 @@ impl<I: Element> Product<'_, I> {
         let Gemm { m, n, k, .. } = self.shape;
         let blocks = self.block_height();
         let height = blocks.unwrap_or(if m <= MAX_ROWS { m } else { TILE_ROWS });
-        let own = blocks.is_none() && matches!(self.w, Weight::Plain(Matrix { side: Side::Rows, .. }));
-        let panels = if !own && matches!(self.w, Weight::Plain(_)) { n.div_ceil(PANEL) } else { 0 };
-        let tiles = m.div_ceil(height);
-        let workers = self.cpu.threads();
+        let plain = if let Weight::Plain(w) = &self.w { Some(w) } else { None };
+        let own = blocks.is_none() && plain.is_some_and(Matrix::packs_alone);
+        let (tiles, workers) = (m.div_ceil(height), self.cpu.threads());
+        let panels = plain.filter(|_| !own).map_or(0, |w| w.at_a_time(n.div_ceil(PANEL), workers));
         let (x_pairs, w_pairs) = (self.dots() && blocks.is_none(), I::IS_BF16);
         let unpack = if blocks.is_some() { self.coded() && self.dots() } else { self.unpacks(tiles) };
         let block = blocks.map_or(0, |height| (BLOCK_ROWS / height).min(tiles));

@@ -2,6 +2,7 @@
 
 pub mod dictionary;
 pub mod matrix;
+pub mod patches;
 
 use crate::simd::prefetch::{Prefetch, prefetch, prefetch_all};
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at};
