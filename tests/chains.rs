@@ -3,6 +3,8 @@
 #[path = "chains/adapters.rs"]
 mod adapters;
 mod covering;
+#[path = "chains/experts.rs"]
+mod experts;
 #[path = "chains/gradients.rs"]
 mod gradients;
 #[path = "chains/nonfinite.rs"]

@@ -22,8 +22,8 @@ use samebits_harness::implementation::cuda::CudaImplementation;
 use samebits_harness::judge::{Judge, Selection, plan};
 use samebits_models::plan::{Branch, Layer};
 use samebits_models::{
-    AdapterChoice, Grouping, Model, ModelError, PageOrder, Precision, Probe, Run, Sample, Sampling, SamplingRule,
-    Schedule, Seen, Serving,
+    AdapterChoice, Experts, Grouping, Model, ModelError, PageOrder, Precision, Probe, Recorded, Routing, Run, Sample,
+    Sampling, SamplingRule, Schedule, Seen, Serving,
 };
 use samebits_ops::device::{self, AttentionMetadata, Buffer, Build, Device, Indices, Part, Stored};
 use samebits_ops::{
@@ -65,6 +65,7 @@ fn main() {
     trials.push(Trial::test("models::other_precisions", other_precisions));
     trials.push(Trial::test("models::rollouts_are_those_of_the_processor", rollouts));
     trials.push(Trial::test("models::adapters_are_those_of_the_processor", adapters));
+    trials.push(Trial::test("models::experts_are_those_of_the_processor", experts));
     trials.push(Trial::test("models::chain_cases_are_answered_and_counted", chain_case));
     trials.push(Trial::test("models::every_site_is_that_of_the_processor", sites));
     trials.push(Trial::test("models::backwards", || same_logits("qwen3", Precision::Bf16, &[], true).map(drop)));
@@ -1044,6 +1045,12 @@ fn routes(dtype: DType, out: DType) -> Vec<Case> {
             }
             if bias {
                 make = make.float("bias", &[experts], 0.5);
+                // Experts that are named, and in the third token none.
+                let chosen: usize =
+                    params.iter().find(|(name, _)| *name == "chosen").map_or(1, |(_, k)| k.parse().unwrap());
+                let name =
+                    |i: usize| if i / chosen == 2 { -1 } else { ((i / chosen * 5 + i % chosen) % experts) as i32 };
+                make = make.ints("experts", &[9, chosen], &(0..9 * chosen).map(name).collect::<Vec<_>>());
             }
             cases.push(params.iter().fold(make, |make, (name, value)| make.param(name, value)).case());
         }
@@ -1464,7 +1471,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 79] = [
+const MUTANTS: [Mutant; 80] = [
     Mutant {
         name: "weights_of_the_first_group",
         change: Change {
@@ -2023,6 +2030,12 @@ const MUTANTS: [Mutant; 79] = [
         says: "elements differ",
     },
     Mutant {
+        name: "named_experts_left_alone",
+        change: Change { file: "route.cu", from: "if (out) ranks[e] = 0u;", to: "" },
+        shapes: "route",
+        says: "elements differ",
+    },
+    Mutant {
         name: "gradient_of_the_last_rank",
         change: Change { file: "route_backward.cu", from: "rank == 0 ? d :", to: "true ? d :" },
         shapes: "route_backward",
@@ -2171,7 +2184,7 @@ fn sequences(model: &Model) -> Vec<Vec<i32>> {
     [7, 3, 6].map(|len| (0..len).map(|i| 3 + (i * 31 + len) % (vocab - 3)).collect()).to_vec()
 }
 
-fn run_of(schedule: Schedule, grouping: Grouping, page_size: usize) -> Run<'static> {
+fn run_of<'a>(schedule: Schedule, grouping: Grouping, page_size: usize) -> Run<'a> {
     Run { schedule, grouping, page_size, page_order: PageOrder::Scattered, ..Run::default() }
 }
 
@@ -2382,6 +2395,59 @@ fn adapters() -> Result<(), Failed> {
         // One by one the texts have steps of the same form.
         if wanted.len() != 3 || sampled(&there, 3)? != wanted || sampled(&there, 1)? != wanted {
             return Err(format!("{:?}", sampling.adapters).into());
+        }
+    }
+    Ok(())
+}
+
+/// Experts that are recorded of some texts and not of others, on a device; and others that are replayed there.
+fn experts() -> Result<(), Failed> {
+    let device = Device::new(Box::new(Emulator::new(&[], false)?), usize::MAX, usize::MAX);
+    for name in ["qwen3-moe", "phimoe"] {
+        let here = Model::load(&checkpoint(name), Precision::Bf16, &cpu())?;
+        let there = Model::load(&checkpoint(name), Precision::Bf16, &cpu())?.to_device(&cpu(), &device)?;
+        let sampling = |experts| Sampling { max_tokens: 6, ignore_eos: true, seed: 3, experts, ..Sampling::default() };
+        let prompts = [vec![3, 4, 5], vec![6, 7], vec![8, 9, 10, 11], vec![12, 13]];
+        let each: Vec<_> = prompts.into_iter().enumerate().map(|(i, prompt)| (prompt, sampling(i % 2 == 1))).collect();
+        let sampled = |model: &Model, batch: usize| -> Result<Vec<Sample>, Failed> {
+            let mut samples = Vec::new();
+            let keep = |sample| {
+                samples.push(sample);
+                Ok(())
+            };
+            model.rollout_each(&cpu(), &each, &Serving { batch, ..Serving::default() }, keep)?;
+            samples.sort_by_key(|sample| sample.sequence);
+            Ok(samples)
+        };
+        let wanted = sampled(&here, 2)?;
+        // One by one the texts have steps of the same form, of which those without a record are replayed.
+        if wanted[0].experts.is_some()
+            || wanted[1].experts.is_none()
+            || sampled(&there, 1)? != wanted
+            || sampled(&there, 3)? != wanted
+        {
+            return Err(format!("{name}: other experts").into());
+        }
+        let count = here.config().mixtures()[0].count as i32;
+        let recorded = |sample: &Sample| {
+            let mut experts = sample.experts.clone()?;
+            experts.each.iter_mut().for_each(|expert| *expert = (*expert + 1) % count);
+            Some(Recorded { experts, replay: true })
+        };
+        let recorded: Vec<_> = wanted.iter().map(recorded).collect();
+        let rule = SamplingRule::default();
+        let texts: Vec<_> = wanted.iter().map(|s| (&each[s.prompt].0[..], &s.tokens[..], &rule)).collect();
+        let scored = |model: &Model, schedule| -> Result<(Vec<Vec<f32>>, Vec<Experts>), Failed> {
+            let mut routing = Routing { recorded: recorded.clone(), own: Vec::new() };
+            let run = Run { experts: Some(&mut routing), ..run_of(schedule, Grouping::Together, 3) };
+            let scores = model.score(&cpu(), &texts, run)?;
+            Ok((scores, routing.own))
+        };
+        let replayed = scored(&here, Schedule::Prefill)?;
+        for schedule in [Schedule::Decode, Schedule::Chunk(2), Schedule::Speculative(3)] {
+            if scored(&there, schedule)? != replayed || replayed.0[1] == wanted[1].logprobs {
+                return Err(format!("{name} {schedule}: other log-probabilities or experts").into());
+            }
         }
     }
     Ok(())

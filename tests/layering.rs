@@ -498,7 +498,6 @@ const LONG_FILES: LongFiles = &[
     ("ops/src/attention/backward_tiles.rs", 819),
     ("ops/src/attention/decode.rs", 811),
     ("ops/src/attention/prefill.rs", 948),
-    ("ops/src/gemm/gemm.rs", 1061),
     ("ops/src/tensor.rs", 1084),
 ];
 

@@ -22,6 +22,7 @@ pub mod round;
 mod sharp;
 pub mod soak;
 pub mod spec;
+pub mod storage;
 pub mod table;
 pub mod tensor;
 pub mod verdict;

@@ -15,8 +15,12 @@
 //! mean_dprob         their mean
 //! std_dprob          and their standard deviation, by one less than the tokens; 0 of one token
 //! pearson            the correlation of exp(old) and exp(new); 1 where neither varies
+//! flips              choices of a token's experts in a mixture that are other sets than those recorded
+//! flip_share         their share of all choices that were recorded
 //! ```
 //!
+//! Choices are those of all tokens that were fed, of prompts too. Where none were recorded, both are NaN, and no threshold judges
+//! them.
 //! All in f64, tokens added in the order of the record.
 
 use serde::Deserialize;
@@ -38,11 +42,13 @@ pub enum Metric {
     MeanDprob,
     StdDprob,
     Pearson,
+    Flips,
+    FlipShare,
 }
 
 impl Metric {
     /// All of them, with their names, in the order in which they are told.
-    pub const ALL: [(Metric, &str); 12] = [
+    pub const ALL: [(Metric, &str); 14] = [
         (Metric::Differ, "differ"),
         (Metric::Impossible, "impossible"),
         (Metric::MaxDlogp, "max_dlogp"),
@@ -55,7 +61,14 @@ impl Metric {
         (Metric::MeanDprob, "mean_dprob"),
         (Metric::StdDprob, "std_dprob"),
         (Metric::Pearson, "pearson"),
+        (Metric::Flips, "flips"),
+        (Metric::FlipShare, "flip_share"),
     ];
+
+    /// Whether it is of experts, not of log-probabilities.
+    pub fn is_of_experts(self) -> bool {
+        matches!(self, Metric::Flips | Metric::FlipShare)
+    }
 
     /// Its name in the table.
     pub fn name(self) -> &'static str {
@@ -122,6 +135,10 @@ pub struct Mismatch {
     pub tokens: usize,
     /// Those whose bits differ.
     pub differ: usize,
+    /// Choices of experts that were recorded.
+    pub choices: usize,
+    /// Those that are others.
+    pub flips: usize,
     impossible: usize,
     max: f64,
     sum: f64,
@@ -157,6 +174,14 @@ impl Mismatch {
         }
     }
 
+    /// Takes in whether choices of experts are others than those recorded.
+    pub fn add_choices(&mut self, flips: impl Iterator<Item = bool>) {
+        for flip in flips {
+            self.choices += 1;
+            self.flips += usize::from(flip);
+        }
+    }
+
     /// A metric of the tokens so far; of none a mean is 0.
     pub fn metric(&self, metric: Metric) -> f64 {
         let n = self.tokens.max(1) as f64;
@@ -176,6 +201,9 @@ impl Mismatch {
                 ((squares - sum * sum / n).max(0.0) / (n - 1.0).max(1.0)).sqrt()
             }
             Metric::Pearson => self.pearson(n),
+            Metric::Flips | Metric::FlipShare if self.choices == 0 => f64::NAN,
+            Metric::Flips => self.flips as f64,
+            Metric::FlipShare => self.flips as f64 / self.choices as f64,
         }
     }
 
@@ -219,6 +247,9 @@ mod tests {
         is(Metric::StdDprob, (dp.iter().map(|d| (d - mean) * (d - mean)).sum::<f64>() / 2.0).sqrt());
         // By numpy.corrcoef.
         is(Metric::Pearson, 0.9949561188105573);
+        assert!(found.metric(Metric::Flips).is_nan() && found.metric(Metric::FlipShare).is_nan());
+        found.add_choices([true, false, false, true].into_iter());
+        assert_eq!((found.metric(Metric::Flips), found.metric(Metric::FlipShare)), (2.0, 0.5));
         found.add(-1.0, f32::NEG_INFINITY);
         assert_eq!((found.tokens, found.differ, found.impossible), (4, 3, 1));
         assert!(
@@ -232,7 +263,8 @@ mod tests {
         let all = thresholds();
         assert!(all.iter().all(|line| !line.source.is_empty()));
         let bitwise: Vec<_> = all.iter().filter(|line| line.gate == "bitwise").collect();
-        assert!(bitwise.len() == 1 && bitwise[0].holds(0.0) && !bitwise[0].holds(1.0) && !bitwise[0].holds(f64::NAN));
+        assert_eq!(bitwise.iter().map(|line| line.metric).collect::<Vec<_>>(), [Metric::Differ, Metric::Flips]);
+        assert!(bitwise.iter().all(|line| line.holds(0.0) && !line.holds(1.0) && !line.holds(f64::NAN)));
         let refused = |text: &str| parse(text).unwrap_err();
         assert!(
             refused("[[threshold]]\ngate = \"a\"\nmetric = \"k3\"\nsource = \"\"").contains("give `most` or `least`")

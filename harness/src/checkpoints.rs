@@ -141,6 +141,7 @@ impl Checkpoints {
             page_order: param("page_order", "ascending").parse().map_err(text)?,
             allow_nonfinite: true,
             adapters: &[],
+            experts: None,
             // A device would copy every value to show it.
             probe: if device.is_none() { Some(&mut *probe) } else { None },
         };

@@ -16,6 +16,7 @@ pub mod list;
 pub mod measure;
 pub mod merge;
 pub mod probe;
+pub mod quantize;
 pub mod report;
 pub mod rollout;
 pub mod sampling;
@@ -37,7 +38,7 @@ use samebits_contract::table::{Contract, Slice};
 use samebits_contract::tensor::DType;
 use samebits_contract::{axis, spec};
 use samebits_goldens::Store;
-use samebits_models::{Config, Model, ModelError, Precision, RopeLength, named_folder};
+use samebits_models::{Config, Model, ModelError, ModelFolder, Precision, RopeLength, StorageContract, named_folder};
 use samebits_ops::device::Device;
 use samebits_ops::{Counter, Cpu, Isa};
 use samebits_schema::{Op, Value};
@@ -96,6 +97,11 @@ pub struct Folder {
     #[arg(long, value_name = "DIR")]
     pub merge_adapter: Option<PathBuf>,
 
+    /// Contract for how weights may be stored: ws2 also admits floats of 8 bits with a scale for each block (DeepSeek's fp8), which
+    /// are rounded to --dtype as all others are
+    #[arg(long, value_name = "ws1|ws2", default_value = "ws1")]
+    storage: StorageContract,
+
     /// Refuse fields and tensors that are named on stderr and passed by else: what no code reads, or what asks for nothing
     #[arg(long)]
     strict: bool,
@@ -111,10 +117,8 @@ impl Folder {
     pub fn load(&self, dtype: Precision, cpu: &Cpu, recorded: Option<(&Path, usize)>) -> Result<Model> {
         let loading = Loading::of(&self.model);
         let progress = |done, total| loading.at(done, total);
-        let model = match &self.merge_adapter {
-            Some(adapter) => Model::load_merged((&self.model, adapter), dtype, cpu, progress)?,
-            None => Model::load_with(&self.model, dtype, cpu, progress)?,
-        };
+        let folder = ModelFolder { dir: &self.model, merged: self.merge_adapter.as_deref(), contract: self.storage };
+        let model = Model::open(&folder, dtype, cpu, progress)?;
         drop(loading);
         self.pass(model.config())?;
         let adapters: Vec<_> = self.adapter.iter().map(|text| named_folder(text)).collect::<Result<_, _>>()?;

@@ -75,6 +75,7 @@ enum Verb {
     Train(cmd::train::Args),
     Trace(cmd::trace::Args),
     Audit(cmd::audit::Args),
+    Quantize(cmd::quantize::Args),
     Measure(cmd::measure::Args),
     Devices(cmd::devices::Args),
     Times(cmd::times::Args),
@@ -158,6 +159,7 @@ fn run(words: Vec<OsString>) -> ExitCode {
         Verb::Train(args) => cmd::train::run(&args),
         Verb::Trace(args) => cmd::trace::run(&args),
         Verb::Audit(args) => cmd::audit::run(&args),
+        Verb::Quantize(args) => cmd::quantize::run(&args),
     })
 }
 

@@ -2,9 +2,10 @@
 
 use crate::cmd::forward::{Tokens, words};
 use crate::cmd::{attribute, warn};
+use crate::experts;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
-use samebits_models::{Batch, Loss, ModelError, Precision, Ruled, Sampled, SamplingRule};
+use samebits_models::{Batch, Experts, Loss, ModelError, Precision, Recorded, Ruled, Sampled, SamplingRule};
 use samebits_schema::policy_loss;
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -134,7 +135,17 @@ impl Sequences {
 }
 
 /// How each sequence was sampled behind its prompt, where that is not at `temperature` from all tokens.
-fn rules(tokens: &Tokens, prompts: &[usize], temperature: f64, options: LossOptions) -> Result<Vec<Ruled>> {
+fn rules(
+    tokens: &Tokens,
+    prompts: &[usize],
+    experts: Option<Vec<Experts>>,
+    (temperature, options): (f64, LossOptions),
+) -> Result<Vec<Ruled>> {
+    let (replay, mut experts) = (tokens.replays_experts, experts.map(Vec::into_iter));
+    ensure!(
+        !replay || experts.is_some(),
+        "metadata `replay`: asks for experts, and there is no tensor `routed_experts`"
+    );
     let nothing = Map::new();
     let mut rules = Vec::new();
     for (b, &prompt) in prompts.iter().enumerate() {
@@ -150,9 +161,11 @@ fn rules(tokens: &Tokens, prompts: &[usize], temperature: f64, options: LossOpti
                 rule.temperature
             );
         }
-        rules.push(Ruled { rule, prompt });
+        let experts = experts.as_mut().and_then(Iterator::next).map(|experts| Recorded { experts, replay });
+        rules.push(Ruled { rule, prompt, experts });
     }
-    let is_plain = |ruled: &Ruled| ruled.rule.is_plain() && at(ruled.rule.temperature) == temperature;
+    let is_plain =
+        |ruled: &Ruled| ruled.experts.is_none() && ruled.rule.is_plain() && at(ruled.rule.temperature) == temperature;
     Ok(if rules.iter().all(is_plain) { Vec::new() } else { rules })
 }
 
@@ -247,7 +260,8 @@ impl Examples {
             Err(_) => count.iter().map(|count| count.iter().position(|c| *c == 1).unwrap_or(count.len())).collect(),
             Ok(_) => prompts(words(tensor(&file, "prompt_len", Dtype::I32, &[batch])?, i32::from_le_bytes), &count)?,
         };
-        let rules = rules(&tokens, &prompts, temperature, options)?;
+        let experts = experts::of_file(&file, [batch, len], &tokens.places_of_sequences())?;
+        let rules = rules(&tokens, &prompts, experts, (temperature, options))?;
         let all = Sequences { tokens: sequences, count, policy, options, temperature, rules };
         let unread = file.iter().filter(|(name, tensor)| {
             let whole =

@@ -9,6 +9,7 @@ mod cmd;
 pub mod command;
 pub mod dump;
 mod examples;
+mod experts;
 mod gradients;
 pub mod implementation;
 pub mod machine;

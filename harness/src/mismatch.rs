@@ -1,6 +1,7 @@
 //! What `samebits score` tells of records: metrics, where in texts they begin to differ, and what gates say of them.
 
 use samebits_contract::mismatch::{Metric, Mismatch, Threshold};
+use samebits_models::Flips;
 use samebits_reports::escaped;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,6 +25,8 @@ pub struct Found {
     /// By the place of a token among those that were sampled, from 0, and by how many were sampled in its text: as powers of two.
     by_place: BTreeMap<u32, Mismatch>,
     by_length: BTreeMap<u32, Mismatch>,
+    /// Choices of experts, by the block of their mixture.
+    by_block: BTreeMap<usize, Mismatch>,
     /// Where texts begin to differ, by the same places.
     begins: BTreeMap<u32, usize>,
     texts: usize,
@@ -75,9 +78,25 @@ impl Found {
         }
     }
 
-    /// What the thresholds of some gates say of models in a dtype.
+    /// Takes in where choices of experts are others than those that were recorded of a text, of so many tokens in its prompt and
+    /// behind it. A choice stands at the place of the token that comes of it; `blocks` are those of the mixtures.
+    pub fn add_experts(&mut self, (prompt, sampled): (usize, usize), flips: &Flips, blocks: &[usize]) {
+        for (token, choices) in flips.tokens().enumerate() {
+            self.all.add_choices(choices.iter().flatten().copied());
+            for (block, flip) in blocks.iter().zip(choices) {
+                self.by_block.entry(*block).or_default().add_choices(flip.iter().copied());
+            }
+            if let Some(place) = (token + 1).checked_sub(prompt) {
+                let groups = [self.by_place.entry(power(place)), self.by_length.entry(power(sampled))];
+                groups.into_iter().for_each(|group| group.or_default().add_choices(choices.iter().flatten().copied()));
+            }
+        }
+    }
+
+    /// What the thresholds of some gates say of models in a dtype; of experts where any were recorded.
     pub fn judged<'t>(&self, thresholds: &'t [Threshold], gates: &[String], dtype: &str) -> Vec<Judged<'t>> {
-        let asked = thresholds.iter().filter(|line| gates.contains(&line.gate));
+        let judges = |line: &&Threshold| self.all.choices > 0 || !line.metric.is_of_experts();
+        let asked = thresholds.iter().filter(|line| gates.contains(&line.gate)).filter(judges);
         let of_dtype = asked.filter(|line| line.dtype.as_deref().is_none_or(|of| of == dtype));
         let judge = |line: &'t Threshold| {
             let value = self.all.metric(line.metric);
@@ -88,7 +107,7 @@ impl Found {
 
     /// For people.
     pub fn text(&self, judged: &[Judged]) -> String {
-        let Mismatch { tokens, differ, .. } = self.all;
+        let Mismatch { tokens, differ, flips, choices, .. } = self.all;
         let mut text = format!("{differ} of {tokens} log-probabilities of {} texts differ\n", self.texts);
         if let Some(Differs { sequence, position, token, old, new }) = self.first {
             let of = |metric| self.all.metric(metric);
@@ -123,6 +142,17 @@ impl Found {
         } else {
             text += "  the difference is exactly zero, and so is the KL divergence\n";
         }
+        if choices > 0 {
+            let _ = writeln!(text, "  {flips} of {choices} choices of experts are others");
+        }
+        if flips > 0 {
+            let by_block = self.by_block.iter().map(|(block, of)| (format!("block {block}"), of));
+            let by_place = self.by_place.iter().map(|(power, of)| (format!("place {}", range(*power)), of));
+            let by_length = self.by_length.iter().map(|(power, of)| (format!("{} sampled", range(*power)), of));
+            for (what, Mismatch { flips, choices, .. }) in by_block.chain(by_place).chain(by_length) {
+                let _ = writeln!(text, "    {what:<25} {flips:>9} of {choices}");
+            }
+        }
         for (line, value, holds) in judged {
             let verdict = if *holds { "holds" } else { "DOES NOT HOLD" };
             let (gate, metric, value) = (&line.gate, line.metric.name(), short(*value));
@@ -138,7 +168,7 @@ impl Found {
                 let value = of.metric(metric);
                 (
                     name.to_string(),
-                    if matches!(metric, Metric::Differ | Metric::Impossible) {
+                    if matches!(metric, Metric::Differ | Metric::Impossible | Metric::Flips) && !value.is_nan() {
                         json!(value as u64)
                     } else {
                         json!(value)
@@ -170,8 +200,10 @@ impl Found {
         let mut found = metrics(&self.all);
         // Its name before there was a second estimate.
         found.insert("approx_kl".into(), json!(self.all.metric(Metric::K3)));
+        let by_block =
+            self.by_block.iter().map(|(block, of)| json!({"block": block, "flips": of.flips, "choices": of.choices}));
         let more = json!({
-            "texts": self.texts, "first": first, "by_place": groups(&self.by_place), "by_length": groups(&self.by_length),
+            "choices": self.all.choices, "by_block": by_block.collect::<Vec<_>>(), "texts": self.texts, "first": first, "by_place": groups(&self.by_place), "by_length": groups(&self.by_length),
             "begins": begins.collect::<Vec<_>>(), "gates": gates.collect::<Vec<_>>(),
         });
         found.extend(more.as_object().expect("it is one").clone());
@@ -192,6 +224,15 @@ impl Found {
             .collect();
         let metrics: String =
             Metric::ALL.iter().map(|(metric, name)| row(&[(*name).into(), short(self.all.metric(*metric))])).collect();
+        let of_block =
+            |(block, of): (&usize, &Mismatch)| row(&[block.to_string(), of.flips.to_string(), of.choices.to_string()]);
+        let of_blocks: String = self.by_block.iter().map(of_block).collect();
+        let of_experts = match of_blocks.is_empty() {
+            true => String::new(),
+            false => format!(
+                "<h2>Choices of experts</h2>\n<table><tr><th>block</th><th>others</th><th>choices</th></tr>\n{of_blocks}</table>\n"
+            ),
+        };
         let begins: String =
             self.begins.iter().map(|(power, texts)| row(&[range(*power), texts.to_string()])).collect();
         let title = if red { "Red" } else { "Green" };
@@ -202,7 +243,7 @@ impl Found {
              were recorded.</p>\n<h2>Gates</h2>\n<table><tr><th>gate</th><th>metric</th><th>measured</th><th>threshold</th><th></th>\
              <th>source</th></tr>\n{gates}</table>\n<h2>By place among the sampled tokens</h2>\n{by_place}\n<h2>By sampled tokens of the \
              text</h2>\n{by_length}\n<h2>Where texts begin to differ</h2>\n<table><tr><th>place</th><th>texts</th></tr>\n{begins}</table>\n\
-             <h2>Metrics</h2>\n<table>{metrics}</table>\n</body></html>\n",
+             {of_experts}<h2>Metrics</h2>\n<table>{metrics}</table>\n</body></html>\n",
             what = escaped(what),
             class = title.to_lowercase(),
             differ = self.all.differ,
@@ -216,6 +257,7 @@ impl Found {
 /// A value as people read it.
 fn short(value: f64) -> String {
     match value {
+        none if none.is_nan() => "none recorded".into(),
         whole if whole.fract() == 0.0 => format!("{whole}"),
         small if small.abs() < 1e-2 => format!("{small:.3e}"),
         other => format!("{other:.6}"),
@@ -339,6 +381,33 @@ mod tests {
             page.contains("<h1 class=\"red\">") && page.contains("a &lt; b") && page.matches("<rect").count() == 20,
             "{page}"
         );
+    }
+
+    /// A choice counts at the token that comes of it, and a prompt's among all alone; without any, no threshold judges them.
+    #[test]
+    fn choices_of_experts_are_judged_where_they_were_recorded() {
+        let (mut found, all) = (found(100), thresholds());
+        let gates = ["bitwise".to_string()];
+        assert_eq!(found.judged(&all, &gates, "bf16").len(), 1);
+        assert!(found.json(&[])["flips"].is_null());
+        // Three tokens behind a prompt of two, in two mixtures; nothing was recorded of the first token of the second one.
+        let each = [true, false, false, true, false, false, false, true].map(Some);
+        let mut flips = Flips { layers: 2, each: each.to_vec() };
+        flips.each[1] = None;
+        found.add_experts((2, 3), &flips, &[1, 3]);
+        let judged = found.judged(&all, &gates, "bf16");
+        let json = found.json(&judged);
+        assert_eq!((json["flips"].as_u64(), json["choices"].as_u64()), (Some(3), Some(7)));
+        assert_eq!(
+            json["by_block"],
+            json!([{"block": 1, "flips": 1, "choices": 4}, {"block": 3, "flips": 2, "choices": 3}])
+        );
+        let at = |place: usize| json["by_place"][place]["flips"].as_u64();
+        assert_eq!([at(0), at(1), at(2)], [Some(1), Some(0), Some(1)]);
+        let text = found.text(&judged);
+        assert!(text.contains("3 of 7 choices of experts are others"), "{text}");
+        assert!(text.contains("gate bitwise: flips 3 <= 0: DOES NOT HOLD"), "{text}");
+        assert!(found.page(&judged, "x").contains("<td>3</td><td>2</td><td>3</td>"));
     }
 
     #[test]

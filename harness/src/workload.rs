@@ -410,6 +410,7 @@ impl Plan {
                 let (_, last) = input.holds.range(call);
                 (0..count).map(|i| (i % call.dim(axis)) as i64).map(|i| if i <= last { i as i32 } else { -1 }).collect()
             }
+            Holds::Choices(_) => (0..count).map(|i| (i % call.count("chosen")) as i32).collect(),
             Holds::BelowOrIgnored(axis) => (0..count).map(|i| (i % call.dim(axis)) as i32).collect(),
             Holds::Pages { pages, .. } => (0..count).map(|i| (i % call.dim(pages)) as i32).collect(),
             Holds::Any => (0..count).map(|i| (i as u32).wrapping_mul(0x9E37_79B9) as i32).collect(),

@@ -4,6 +4,7 @@
 //! transformers reads ([`crate::families`]); a field that another model's code reads is refused by name where its value
 //! asks for something, and what is passed by is named ([`crate::fields`]).
 
+use crate::error::escaped;
 use crate::fields::Fields;
 use crate::layers::head::Finish;
 use crate::layers::{LayerPlan, attend, attention, branch, is_size, moe, norm, per_layer, shared, time_mix};
@@ -11,6 +12,33 @@ use crate::rotary::{RopeLength, Rotary};
 use crate::{Family, ModelError, families, gguf, quantised};
 use serde_json::{Map, Value};
 use std::path::Path;
+use std::str::FromStr;
+
+/// A contract for how weights may be stored: `contract/ws1.toml`, or `contract/ws2.toml`, which admits more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd)]
+pub enum StorageContract {
+    /// Floats of 16 and 32 bits, integers with scales, and MXFP4.
+    #[default]
+    Ws1,
+    /// Floats of 8 bits with a scale for each block, too.
+    Ws2,
+}
+
+impl StorageContract {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        if self == StorageContract::Ws1 { "ws1" } else { "ws2" }
+    }
+}
+
+impl FromStr for StorageContract {
+    type Err = ModelError;
+
+    fn from_str(text: &str) -> Result<StorageContract, ModelError> {
+        let found = [StorageContract::Ws1, StorageContract::Ws2].into_iter().find(|contract| contract.name() == text);
+        found.ok_or_else(|| ModelError::input("contract", format!("is `{}`; there are ws1 and ws2", escaped(text))))
+    }
+}
 
 /// What a model computes, as data: its blocks, and what stands before and behind them. Every size is at most `i32::MAX`.
 #[derive(Clone, Debug, PartialEq)]
@@ -72,6 +100,8 @@ pub struct Config {
     pub pad: Option<i32>,
     /// A line for each field that was passed by: no code reads it, or its value asks for nothing.
     pub passed: Vec<String>,
+    /// The first contract that admits how the weights of the folder are stored.
+    pub stored_by: StorageContract,
 }
 
 /// What stands for a `config.json` in a folder that needs none, or in a file that holds a whole model.
@@ -83,11 +113,15 @@ fn without_config(dir: &Path, path: &Path) -> Result<Option<Map<String, Value>>,
     }
 }
 
-/// Refuses matrices that are stored in a way that is not read.
-fn matrices_are_read(family: Family, fields: &Fields) {
+/// Refuses matrices that are stored in a way that is not read; the contract that admits those of others.
+fn matrices_are_read(family: Family, fields: &Fields) -> StorageContract {
+    let mut contract = StorageContract::Ws1;
     if let Some(value) = fields.get("quantization_config") {
-        let complaints = quantised::read(value).err().unwrap_or_default();
-        complaints.into_iter().for_each(|(field, why)| fields.refuse(field, why));
+        match quantised::read(value) {
+            Ok(stored) if stored.float8.is_some() => contract = StorageContract::Ws2,
+            Ok(_) => {}
+            Err(complaints) => complaints.into_iter().for_each(|(field, why)| fields.refuse(field, why)),
+        }
         if value["quant_method"] == "mxfp4" && !family.mxfp4 {
             fields.refuse("quantization_config.quant_method", "is \"mxfp4\", which this family does not have");
         }
@@ -96,6 +130,7 @@ fn matrices_are_read(family: Family, fields: &Fields) {
         let why = "is set; supported is quantization_config, or plain BF16, F16 or F32 weights";
         fields.refuse("compression_config", why);
     }
+    contract
 }
 
 impl Config {
@@ -143,6 +178,24 @@ impl Config {
         }
     }
 
+    /// Refuses a folder whose weights are stored as a contract does not admit.
+    ///
+    /// # Errors
+    /// The field that says so.
+    pub fn admitted(&self, dir: &Path, by: StorageContract) -> Result<(), ModelError> {
+        if self.stored_by <= by {
+            return Ok(());
+        }
+        let why = "is \"fp8\", which contract ws1 refuses; ws2 admits it as a way to store weights, which are then rounded to \
+                   --dtype (--storage ws2), for all but training";
+        Err(ModelError::field(&dir.join("config.json"), "quantization_config.quant_method", why))
+    }
+
+    /// Reads the fields of a `config.json` that would stand in `path`.
+    pub(crate) fn of_map(path: &Path, map: Map<String, Value>) -> Result<Config, ModelError> {
+        Config::read(Fields::new(path.into(), map))
+    }
+
     /// Reads the text of a `config.json`.
     ///
     /// # Errors
@@ -154,7 +207,7 @@ impl Config {
     /// Reads what all families share, lets the family read what is its own, and looks at the rest.
     pub(crate) fn read(fields: Fields) -> Result<Config, ModelError> {
         let (family, fields) = Family::read(fields)?;
-        matrices_are_read(family, &fields);
+        let stored_by = matrices_are_read(family, &fields);
         let counted = || {
             let list = family.counted.iter().find_map(|field| fields.get(field))?;
             let letters = || list.as_str().map(|letters| letters.chars().count());
@@ -202,6 +255,7 @@ impl Config {
             eos: fields.eos(vocab),
             pad: fields.pad(vocab),
             passed: Vec::new(),
+            stored_by,
         };
         family.blocks(&mut config, &fields, layers);
         if !fields.was_asked("pretraining_tp") {
@@ -284,6 +338,7 @@ impl Config {
                 self.lenders_fit(),
                 "keys and values are read of the first layer of an earlier block, which has such heads",
             ),
+            (self.mixtures().windows(2).all(|two| two[0].block < two[1].block), "a block has one mixture of experts"),
             (self.uses_hold(), "a use of a shared block stands before a norm, and there is that block"),
         ];
         let broken = checks.into_iter().find(|(holds, _)| !holds).map(|(_, rule)| rule);
@@ -1472,7 +1527,7 @@ mod tests {
             (
                 json!({"quantization_config": {"quant_method": "fp8"}}),
                 json!({}),
-                "`quantization_config.quant_method` is \"fp8\"",
+                "`quantization_config.weight_block_size` is missing",
             ),
             (json!({"sliding_window": 4}), json!({}), "`sliding_window` is 4, which this family does not know"),
             (json!({}), json!({"linear_num_value_heads": 3}), "`text_config.linear_num_value_heads` is 3"),

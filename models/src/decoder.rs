@@ -142,9 +142,11 @@ impl<'a> Runner<'a> {
         let angle_pos = hook.positions(None, &step, &pos)?;
         let inputs = StepInputs::new(self, &step, sequences, states, &angle_pos, rows, earlier)?;
 
-        // What a probe asks for is copied, and so is a choice that the host makes products of, or of keys: that is not recorded.
-        let experts_stay = c.experts().next().is_none() || inputs.choices.is_some();
+        // What a probe asks for is copied, and so is a choice that the host makes products of or is told, or of keys: that is not
+        // recorded.
+        let experts_stay = c.experts().next().is_none() || inputs.choices.is_some() && hook.experts.is_none();
         let may_record = hook.probe.is_none() && experts_stay && !c.chooses_keys();
+        let recorded = recorded.filter(|_| may_record);
         let calls = std::mem::take(&mut states.forms.calls);
         let on = (machine, decoder.dtype, &*decoder.adapters);
         let mut pass = Pass::new(on, (&step, &inputs), hook, calls, false);

@@ -16,9 +16,11 @@ use std::path::Path;
 mod blocks;
 mod names;
 mod tokenizer;
+mod writing;
 
 pub(crate) use blocks::Format;
-pub(crate) use names::{Place, places};
+pub(crate) use names::{Place, ROPE_FACTORS, places};
+pub(crate) use writing::{Field, Writing, vocabulary_of};
 
 /// Metadata and tensors longer than this are none of a model's.
 const MOST: u64 = 1 << 30;
@@ -72,6 +74,16 @@ pub(crate) fn config(path: &Path) -> Result<Map<String, Value>, ModelError> {
     names::config(path, &contents, factors.transpose()?.as_deref())
 }
 
+/// The same of what stands before the tensors of a file, and of what divides frequencies.
+///
+/// # Errors
+/// As [`config`].
+pub(crate) fn config_of(path: &Path, header: &[u8], factors: Option<&[f32]>) -> Result<Map<String, Value>, ModelError> {
+    let mut header = Header { inner: header, left: header.len() as u64, read: 0 };
+    let contents = contents(path, &mut header, u64::MAX).map_err(|e| e.of(path))?;
+    names::config(path, &contents, factors)
+}
+
 /// The `tokenizer.json` and `tokenizer_config.json` of a folder with the tokenizer of a file.
 ///
 /// # Errors
@@ -87,16 +99,22 @@ pub(crate) fn tokenizer(path: &Path) -> Result<(Value, Map<String, Value>), Mode
 /// What is no whole GGUF file of version 2 or 3; a tensor of a type that is not known, by name.
 pub(crate) fn read(path: &Path, file: &mut File, length: u64) -> Result<Contents, ModelError> {
     let mut header = Header { inner: BufReader::new(file), left: length.min(MOST), read: 0 };
-    contents(path, &mut header, length).map_err(|e| match e {
-        Bad::Whole(why) => ModelError::file(path, format!("is not a whole GGUF file: {why}")),
-        Bad::Told(error) => error,
-    })
+    contents(path, &mut header, length).map_err(|e| e.of(path))
 }
 
 /// What is wrong with a file.
 enum Bad {
     Whole(String),
     Told(ModelError),
+}
+
+impl Bad {
+    fn of(self, path: &Path) -> ModelError {
+        match self {
+            Bad::Whole(why) => ModelError::file(path, format!("is not a whole GGUF file: {why}")),
+            Bad::Told(error) => error,
+        }
+    }
 }
 
 impl From<String> for Bad {

@@ -6,10 +6,12 @@
 //! from one micro-batch to the next. Padding is rows of sequences that nobody asked for and that no mask lets into a
 //! sum.
 
+mod arranged;
 mod loss;
 
 use crate::backward::{Backward, Block};
 use crate::decoder::{Decoder, Runner};
+use crate::experts::StepExperts;
 use crate::layers::branch::{Place, Saved, Stream};
 use crate::layers::head::Logprobs;
 use crate::pass::Pass;
@@ -18,7 +20,8 @@ use crate::state::States;
 use crate::step::{Rows, SequenceInput, Step, StepInputs};
 use crate::sums::{Partial, Sums, Tree, overflows};
 use crate::trace::{TraceHook, all_finite};
-use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen, Tripwire};
+use crate::{Config, Flips, Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen, Tripwire};
+use arranged::{Arranged, PADDING};
 use loss::{check_clip, check_drawn, check_loss, entropy_term, loss};
 use samebits_ops::{
     Attributes, Backend, Calls, Cpu, MOST_GROUPS, Prepared, RopeTable, Tensor, TensorMut, TensorRef, sequences_of_group,
@@ -147,6 +150,8 @@ pub struct Gradients {
     pub per_sequence: Vec<f32>,
     /// The log-probability of each token of each sequence as it was sampled, +0 for the first ones.
     pub logprob: Vec<Vec<f32>>,
+    /// Of each sequence whose experts were recorded, where the routers choose others.
+    pub flips: Vec<Option<Flips>>,
 }
 
 impl Model {
@@ -206,7 +211,7 @@ fn make(
 ) -> Result<Gradients, ModelError> {
     let on = Runner { decoder, machine: cpu, cpu };
     let denominator = batch.check(&decoder.config, cpu, run)?;
-    let (mut done, mut per_sequence, mut logprob) = (0, Vec::new(), Vec::new());
+    let (mut done, mut per_sequence, mut logprob, mut flips) = (0, Vec::new(), Vec::new(), Vec::new());
     let mut of_ranks = Tree::default();
     for rank in 0..run.ranks {
         let mut of_groups = Tree::default();
@@ -217,7 +222,8 @@ fn make(
                 let shown = Shown { probe: again(&mut probe), first: part.start, looks };
                 let found = micro_batch(&on, batch, (part, denominator), run, shown, &mut sums)?;
                 per_sequence.extend(found.0);
-                logprob.extend(found.1);
+                logprob.extend(found.1.0);
+                flips.extend(found.1.1);
                 progress(done);
             }
             of_groups.push(cpu, sums.end(cpu)?)?;
@@ -238,7 +244,7 @@ fn make(
             probe.see(&mut Seen { layer, site: &format!("parameters.{name}"), op, tokens: &tokens, values })?;
         }
     }
-    Ok(Gradients { parameters, loss: loss[0], per_sequence, logprob })
+    Ok(Gradients { parameters, loss: loss[0], per_sequence, logprob, flips })
 }
 
 impl Batch<'_> {
@@ -334,64 +340,6 @@ fn check_lengths<T>(what: &'static str, sequences: &[Vec<i32>], given: &[Vec<T>]
     Err(ModelError::input(what, "it must have an element for each token"))
 }
 
-/// What padding is called.
-const PADDING: usize = usize::MAX;
-
-/// The rows of a micro-batch: its sequences, and padding as sequences of its own.
-struct Arranged {
-    /// Label and tokens, in the order of their rows.
-    pieces: Vec<(usize, usize)>,
-    blocks: Vec<Block>,
-}
-
-impl Arranged {
-    /// Sequences of these lengths.
-    fn new(lengths: &[usize], run: &GradientRun) -> Arranged {
-        let (left, right) = match run.padding {
-            Padding::None => (0, 0),
-            Padding::Left(n) => (n, 0),
-            Padding::Right(n) => (0, n),
-        };
-        let longest = lengths.iter().copied().max().unwrap_or(0);
-        let (mut pieces, mut blocks) = (Vec::new(), Vec::new());
-        if run.pack {
-            let mut first = left;
-            pieces.push((PADDING, left));
-            for (label, &length) in lengths.iter().enumerate() {
-                pieces.push((label, length));
-                blocks.push(Block { first, stride: length, rows: length, lengths: vec![length] });
-                first += length;
-            }
-            pieces.push((PADDING, right));
-        } else {
-            for (label, &length) in lengths.iter().enumerate() {
-                pieces.extend([(PADDING, left), (label, length), (PADDING, longest - length + right)]);
-            }
-            let (stride, rows) = (left + longest + right, longest + right);
-            blocks.push(Block { first: left, stride, rows, lengths: lengths.to_vec() });
-        }
-        pieces.retain(|&(_, length)| length > 0);
-        Arranged { pieces, blocks }
-    }
-
-    /// Of each row 0 for padding, and the token that follows, -1 for none; and the first row of each sequence.
-    fn rows(&self, sequences: &[Vec<i32>]) -> (Vec<i32>, Vec<i32>, Vec<usize>) {
-        let (mut mask, mut targets): (Vec<i32>, Vec<i32>) = (Vec::new(), Vec::new());
-        let mut starts = vec![0; sequences.len()];
-        for &(label, length) in &self.pieces {
-            if label == PADDING {
-                targets.resize(targets.len() + length, -1);
-            } else {
-                starts[label] = mask.len();
-                targets.extend(&sequences[label][1..]);
-                targets.push(-1);
-            }
-            mask.resize(mask.len() + length, i32::from(label != PADDING));
-        }
-        (mask, targets, starts)
-    }
-}
-
 /// The same probe for a while.
 fn again<'s>(probe: &'s mut Option<&mut dyn Probe>) -> Option<&'s mut dyn Probe> {
     match probe {
@@ -433,7 +381,13 @@ impl Probe for Shown<'_> {
     }
 }
 
-/// Runs some sequences forward and back: what each of them adds to the loss, and the log-probabilities of its tokens.
+/// Of each sequence the log-probabilities of its tokens, and where its experts were recorded, where the routers choose others.
+pub type OfTokens = (Vec<Vec<f32>>, Vec<Option<Flips>>);
+
+/// What each sequence adds to the loss, and the rest of it.
+type OfSequences = (Vec<f32>, OfTokens);
+
+/// Runs some sequences forward and back.
 /// What they add to the gradients goes into `sums`.
 fn micro_batch(
     on: &Runner,
@@ -442,12 +396,12 @@ fn micro_batch(
     run: &GradientRun,
     mut shown: Shown,
     sums: &mut Sums,
-) -> Result<(Vec<f32>, Vec<Vec<f32>>), ModelError> {
+) -> Result<OfSequences, ModelError> {
     let with_entropy = batch.loss.entropy() != 0.0;
     let (sequences, keeps) = (&batch.sequences[part.clone()], [true, with_entropy]);
     let sampled = batch.sampled.of(part.clone());
     let mut forward = forward(on, sequences, sampled, run, &mut shown, keeps)?;
-    let logprob = std::mem::take(&mut forward.logprob);
+    let (logprob, flips) = (std::mem::take(&mut forward.logprob), std::mem::take(&mut forward.flips));
     let counts = |b: usize, t: usize| batch.count[part.start + b][t] == 1;
     check_drawn(sampled, part.start, &logprob, counts)?;
     let (mut per_sequence, dlogprob) = loss(on.cpu, batch, part.clone(), &logprob, denominator)?;
@@ -463,7 +417,7 @@ fn micro_batch(
         dentropy = Some(gradients);
     }
     reverse(on, forward, (&dlogprob, dentropy.as_deref()), &mut shown, sums)?;
-    Ok((per_sequence, logprob))
+    Ok((per_sequence, (logprob, flips)))
 }
 
 /// A forward of some sequences, and what its reverse pass reads.
@@ -472,6 +426,10 @@ struct MicroBatch {
     logprob: Vec<Vec<f32>>,
     /// Where it was asked for, the entropy of what each of them was drawn from.
     entropy: Option<Vec<Vec<f32>>>,
+    /// Of each sequence whose experts were recorded, where its own are others.
+    flips: Vec<Option<Flips>>,
+    /// The experts of its rows, where any were recorded.
+    experts: Option<StepExperts>,
     blocks: Vec<Block>,
     /// Of each row: 0 for padding, the token that follows, and its own.
     mask: Vec<i32>,
@@ -522,7 +480,8 @@ fn forward(
     let inputs = StepInputs::new(on, &step, &given, &states, &step.positions(), Rows::All, None)?;
 
     let (is_seen, looks, first) = (shown.probe.is_some(), shown.looks, shown.first);
-    let mut hook = TraceHook { looks, ..TraceHook::of(Some(shown)) };
+    let mut experts = arranged.experts(c, sampled);
+    let mut hook = TraceHook { looks, experts: experts.as_mut(), ..TraceHook::of(Some(shown)) };
     let mut pass = pass(on, (&step, &inputs), &mut hook, keep && !run.recompute);
     let mut stream = decoder.embed(&mut pass)?;
     if !is_seen {
@@ -544,12 +503,7 @@ fn forward(
     if let Some(entropy) = &mut of_rows.entropy {
         pass.see("entropy", entropy)?;
     }
-    // A row knows of the token behind it.
-    let by_token = |rows: &Tensor| -> Vec<Vec<f32>> {
-        let rows = rows.as_slice::<f32>().expect("they are f32, and on the host");
-        let sequences = starts.iter().zip(&lengths);
-        sequences.map(|(&start, &length)| [&[0.0], &rows[start..start + length - 1]].concat()).collect()
-    };
+    let by_token = |rows: &Tensor| arranged::by_token(rows, (&starts, &lengths));
     let (logprob, entropy) = (by_token(&of_rows.logprob), of_rows.entropy.as_ref().map(by_token));
     // What a rule leaves out is -inf.
     let is_ruled = matches!(sampled, Sampled::By(_));
@@ -560,9 +514,13 @@ fn forward(
     }
     let tokens = given.iter().flat_map(|input| input.tokens).copied().collect();
     let (blocks, carried) = (arranged.blocks, pass.carried.take());
+    let flips =
+        experts.as_ref().map_or(Vec::new(), |experts| arranged::flips(c, sampled, experts, (&starts, &lengths)));
     Ok(MicroBatch {
         logprob,
         entropy,
+        flips,
+        experts,
         blocks,
         mask,
         targets,
@@ -616,8 +574,10 @@ fn reverse(
     let MicroBatch { blocks, mask, targets, tokens, starts, step, inputs, mut states, mut stream, of_rows, .. } =
         forward;
     let (mut entered, mut saved) = (forward.entered, forward.saved);
-    let (is_seen, looks) = (shown.probe.is_some(), shown.looks);
-    let mut hook = TraceHook { looks, ..TraceHook::of(if is_seen { Some(shown) } else { None }) };
+    let (is_seen, looks, mut experts) = (shown.probe.is_some(), shown.looks, forward.experts);
+    // A block that is run again has the experts that it had.
+    let experts = experts.as_mut();
+    let mut hook = TraceHook { looks, experts, ..TraceHook::of(if is_seen { Some(shown) } else { None }) };
     let mut pass = pass(on, (&step, &inputs), &mut hook, !entered.is_empty());
     let by_row = |tokens: &[Vec<f32>]| {
         let mut rows = vec![0f32; mask.len()];
@@ -664,6 +624,8 @@ fn pass<'a, 'p>(
 pub struct Forward {
     /// That of each token of each sequence, given those before it; +0 for the first ones.
     pub logprob: Vec<Vec<f32>>,
+    /// Of each sequence whose experts were recorded, where the routers choose others.
+    pub flips: Vec<Option<Flips>>,
     /// The weights that it ran with.
     decoder: Arc<Decoder>,
     /// The number of its first sequence.
@@ -743,7 +705,8 @@ impl Accumulator {
         if !run.allow_nonfinite {
             check_drawn(sampled, self.begun, &logprob, |_, _| true)?;
         }
-        let forward = Forward { logprob, decoder: model.decoder.clone(), first: self.begun, parts };
+        let flips = parts.iter().flat_map(|part| part.flips.iter().cloned()).collect();
+        let forward = Forward { logprob, flips, decoder: model.decoder.clone(), first: self.begun, parts };
         self.allow_nonfinite |= run.allow_nonfinite;
         self.begun += sequences.len();
         Ok(forward)
@@ -815,7 +778,7 @@ impl Accumulator {
 impl Model {
     /// Log-probabilities of the tokens of some sequences, as they were sampled, by the forward of training, `run.micro_batch`
     /// of them at a time: of each sequence that of each token, given those before it; +0 for the first ones, and -inf for those
-    /// that a rule leaves out.
+    /// that a rule leaves out. And where their experts were recorded, where the routers choose others.
     ///
     /// # Errors
     /// As [`Accumulator::forward`].
@@ -825,10 +788,12 @@ impl Model {
         sequences: &[Vec<i32>],
         sampled: Sampled,
         run: &GradientRun,
-    ) -> Result<Vec<Vec<f32>>, ModelError> {
+    ) -> Result<OfTokens, ModelError> {
         let all = std::iter::once(0..sequences.len());
         let found = self.micro_batches(cpu, sequences, sampled, all, run, false)?;
-        Ok(found.into_iter().flat_map(|part| part.logprob).collect())
+        let parts = found.into_iter().map(|part| (part.logprob, part.flips));
+        let (logprob, flips): (Vec<_>, Vec<_>) = parts.unzip();
+        Ok((logprob.concat(), flips.concat()))
     }
 
     /// Forwards over the sequences of some groups.
@@ -930,7 +895,7 @@ mod tests {
             let expected = model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap();
             let three = GradientRun { micro_batch: 3, ..GradientRun::default() };
             let logprob = model.logprobs(&cpu, &sequences, sampled, &three);
-            assert!(logprob.unwrap() == expected.logprob);
+            assert!(logprob.unwrap().0 == expected.logprob);
             let denominator = count.iter().flatten().sum::<i32>().into();
             for (ranks, part, recompute) in [(1, 8, true), (1, 3, false), (2, 1, false), (4, 2, false)] {
                 let run = GradientRun { micro_batch: 2, recompute, ..GradientRun::default() };

@@ -104,7 +104,7 @@ pub(crate) trait Machine: Backend {
         out: [&mut Tensor; 2],
     ) -> Result<(), ModelError>;
 
-    /// `logits[n,E], bias[E]? -> index[n,K], weight[n,K]`
+    /// `logits[n,E], bias[E]?, experts[n,K]? -> index[n,K], weight[n,K]`
     ///
     /// # Errors
     /// As [`samebits_ops::route`].
@@ -113,6 +113,7 @@ pub(crate) trait Machine: Backend {
         shape: &Route,
         logits: &Tensor,
         bias: Option<&Tensor>,
+        experts: Option<&[i32]>,
         weight: &mut Tensor,
     ) -> Result<Index, ModelError>;
 

@@ -10,7 +10,8 @@ use crate::tokenizer::Tokenizer;
 use crate::trace::{TraceHook, all_finite};
 use crate::weights::Weights;
 use crate::{
-    AdapterChoice, Audit, Config, Grouping, ModelError, PeftFolder, Run, Sampling, SamplingRule, Schedule, gguf,
+    AdapterChoice, Audit, Config, Grouping, ModelError, PeftFolder, Run, Sampling, SamplingRule, Schedule,
+    StorageContract, gguf,
 };
 use samebits_ops::device::Device;
 use samebits_ops::{Cpu, DType, Tensor, TensorRef};
@@ -61,6 +62,24 @@ impl FromStr for Precision {
             .into_iter()
             .find(|precision| precision.name() == text)
             .ok_or_else(|| ModelError::input("precision", format!("`{text}` is not bf16, fp16 or fp32")))
+    }
+}
+
+/// A model's folder, and what is said of it.
+#[derive(Clone, Copy, Debug)]
+pub struct ModelFolder<'a> {
+    /// A Hugging Face folder or a GGUF file.
+    pub dir: &'a Path,
+    /// PEFT folder of an adapter that is added to its matrices: each is their sum, rounded once.
+    pub merged: Option<&'a Path>,
+    /// What admits how its weights are stored.
+    pub contract: StorageContract,
+}
+
+impl<'a> ModelFolder<'a> {
+    /// The folder alone, under the first contract.
+    pub fn of(dir: &'a Path) -> ModelFolder<'a> {
+        ModelFolder { dir, merged: None, contract: StorageContract::Ws1 }
     }
 }
 
@@ -128,46 +147,33 @@ impl Model {
     /// Any file, field or tensor that is missing, damaged, unexpected, not finite or asks for something unsupported.
     /// `tokenizer.json` is not needed before [`Model::generate`].
     pub fn load(dir: &Path, precision: Precision, cpu: &Cpu) -> Result<Model, ModelError> {
-        Model::load_with(dir, precision, cpu, |_, _| {})
+        Model::open(&ModelFolder::of(dir), precision, cpu, |_, _| {})
     }
 
-    /// [`Model::load`], which calls `progress(read, total)` with bytes as it goes.
+    /// [`Model::load`] of a folder with what is said of it, which calls `progress(read, total)` with bytes as it goes.
     ///
     /// # Errors
-    /// As [`Model::load`].
-    pub fn load_with(
-        dir: &Path,
+    /// As [`Model::load`]; weights that the contract does not admit; an adapter that does not fit the model.
+    pub fn open(
+        folder: &ModelFolder,
         precision: Precision,
         cpu: &Cpu,
         progress: impl FnMut(u64, u64),
     ) -> Result<Model, ModelError> {
+        let &ModelFolder { dir, merged, contract } = folder;
         let config = Config::load(dir)?;
-        let files = Weights::open(dir)?.report_to(progress);
-        let decoder = Decoder::load(&config, files, precision.dtype(), cpu, true);
-        let decoder = Arc::new(decoder.map_err(|e| Audit::all_of(dir, e))?);
-        Ok(Model { dir: Some(dir.into()), decoder, device: None, tokenizer: OnceLock::new() })
-    }
-
-    /// [`Model::load_with`] with the adapter of a PEFT folder added to its matrices: each is their sum, rounded once.
-    ///
-    /// # Errors
-    /// As [`Model::load`]; an adapter that does not fit the model.
-    pub fn load_merged(
-        (dir, adapter): (&Path, &Path),
-        precision: Precision,
-        cpu: &Cpu,
-        progress: impl FnMut(u64, u64),
-    ) -> Result<Model, ModelError> {
-        let config = Config::load(dir)?;
-        let Weights { parameters, adaptable, .. } = listed(&config);
+        config.admitted(dir, contract)?;
         let mut files = Weights::open(dir)?.report_to(progress);
-        files.merged = Some(PeftFolder::read(adapter, (&parameters, &adaptable))?);
+        if let Some(adapter) = merged {
+            let Weights { parameters, adaptable, .. } = listed(&config);
+            files.merged = Some(PeftFolder::read(adapter, (&parameters, &adaptable))?);
+        }
         let decoder = Decoder::load(&config, files, precision.dtype(), cpu, true);
         let decoder = Arc::new(decoder.map_err(|e| Audit::all_of(dir, e))?);
         Ok(Model { dir: Some(dir.into()), decoder, device: None, tokenizer: OnceLock::new() })
     }
 
-    /// SHA-256 of the adapter that was added to its matrices, where one was ([`Model::load_merged`]).
+    /// SHA-256 of the adapter that was added to its matrices, where one was ([`ModelFolder::merged`]).
     pub fn merged(&self) -> Option<&str> {
         self.decoder.merged.as_deref()
     }
@@ -177,8 +183,14 @@ impl Model {
     ///
     /// # Errors
     /// As [`Model::load`].
-    pub fn load_rounded(dir: &Path, precision: Precision, cpu: &Cpu) -> Result<Model, ModelError> {
+    pub fn load_rounded(
+        dir: &Path,
+        precision: Precision,
+        contract: StorageContract,
+        cpu: &Cpu,
+    ) -> Result<Model, ModelError> {
         let (config, dtype) = (Config::load(dir)?, precision.dtype());
+        config.admitted(dir, contract)?;
         let decoder = Decoder::load(&config, Weights::open(dir)?.rounded_to(dtype), dtype, cpu, true);
         let decoder = decoder.map_err(|e| Audit::all_of(dir, e))?;
         Ok(Model { dir: Some(dir.into()), decoder: decoder.into(), device: None, tokenizer: OnceLock::new() })
@@ -298,6 +310,7 @@ impl Model {
     pub fn read_tensors(dir: &Path) -> Result<BTreeMap<String, Tensor>, ModelError> {
         let mut weights = Weights::open(dir)?;
         if let Ok(config) = Config::load(dir) {
+            config.admitted(dir, StorageContract::Ws1)?;
             weights.drop_biases_of_zeros(&expected(&config))?;
         }
         weights.read_all().collect()
@@ -421,6 +434,7 @@ impl Model {
                 return Err(ModelError::input("tokens", "a sequence has none; pass at least one"));
             }
         }
+        run.experts.as_deref().map_or(Ok(()), |routing| routing.check(self.config(), sequences))?;
         if let Schedule::Chunk(0) | Schedule::Speculative(0) | Schedule::Prefix(0) = run.schedule {
             let why = format!("{} makes no progress; use a number of at least 1", run.schedule);
             return Err(ModelError::input("schedule", why));
@@ -526,6 +540,9 @@ fn forward(on: &Runner, sequences: &[&[i32]], run: &mut Run) -> Result<Vec<f32>,
         Grouping::Together => sequences.len().max(1),
         Grouping::Alone => 1,
     };
+    if let Some(routing) = run.experts.as_deref_mut() {
+        routing.begin(on.config(), sequences);
+    }
     let mut states = on.states(run.page_size, run.page_order)?;
     for fed in fed.chunks_mut(group) {
         let mut round = 0;
@@ -586,7 +603,10 @@ fn forward_round(
     });
     let inputs: Vec<SequenceInput> = inputs.collect();
     let probe = run.probe.as_mut().map(|probe| &mut **probe as &mut dyn crate::Probe);
-    let found = on.step(&inputs, states, Rows::All, &mut TraceHook::of(probe))?;
+    let texts = inputs.iter().map(|input| (input.label, states.len(input.sequence), input.tokens.len()));
+    let mut experts = run.experts.as_deref().map(|routing| routing.of_step(on.config(), texts));
+    let mut hook = TraceHook { experts: experts.as_mut(), ..TraceHook::of(probe) };
+    let found = on.step(&inputs, states, Rows::All, &mut hook)?;
 
     let mut from = 0;
     for (i, tokens, right) in &pieces {
@@ -595,6 +615,9 @@ fn forward_round(
         let held = states.len(number) - tokens.len();
         let rows = &found[from * vocab..(from + right) * vocab];
         logits[(fed.row + held) * vocab..][..rows.len()].copy_from_slice(rows);
+        if let (Some(routing), Some(experts)) = (run.experts.as_deref_mut(), &experts) {
+            routing.keep((fed.label, held), &experts.own(from..from + right));
+        }
         from += tokens.len();
         fed.done = held + right;
         states.rollback(number, fed.done);

@@ -6,7 +6,7 @@
 use crate::ModelError;
 use crate::fields::{asks_for_nothing, shown};
 use crate::files::read_object;
-use samebits_ops::Element;
+use samebits_ops::{Element, Offset, Quantized};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -119,6 +119,7 @@ fn word(bytes: &[u8], at: usize) -> u32 {
 }
 
 /// What stands beside the integers of a matrix: scales as they are stored, zeros, and the group of each column.
+#[derive(Clone, Copy)]
 pub(crate) struct Beside<'a> {
     pub scales: &'a [f32],
     pub zeros: Option<Zeros<'a>>,
@@ -128,42 +129,78 @@ pub(crate) struct Beside<'a> {
 /// Rows that are written side by side, so that what is stored column by column is read in pieces.
 const TOGETHER: usize = 16;
 
-/// A matrix `y[n,k]`. All sizes are those that the scheme asks for, and every group is one that there is.
-pub(crate) fn expand<T: Element>(scheme: &Scheme, n: usize, integers: &[u8], beside: &Beside, y: &mut [T]) {
-    let (columns, groups, a_word) = (beside.columns, beside.scales.len() / n.max(1), scheme.a_word());
-    let scale = |at: usize| match scheme.order {
-        Order::Awq | Order::Gptq => beside.scales[at % groups * n + at / groups],
-        Order::Rows | Order::Bytes => beside.scales[at],
-    };
-    let zeros = scheme.zeros(n, groups, beside.zeros);
-    let table: Vec<(i32, f32)> = zeros.into_iter().enumerate().map(|(at, zero)| (zero, scale(at))).collect();
-    let part = |at: usize, number: usize| scheme.part(word(integers, at), number % a_word);
-    let (k, words) = (columns.len(), columns.len().div_ceil(a_word));
-    match scheme.order {
-        Order::Awq => fill(columns, &table, groups, y, |row, column| part(column * (n / a_word) + row / a_word, row)),
-        Order::Gptq => fill(columns, &table, groups, y, |row, column| part(column / a_word * n + row, column)),
-        Order::Rows => fill(columns, &table, groups, y, |row, column| part(row * words + column / a_word, column)),
-        Order::Bytes => fill(columns, &table, groups, y, |row, column| i32::from(integers[row * k + column] as i8)),
-    }
+/// A matrix of integers. All sizes are those that the scheme asks for, and every group is one that there is.
+pub(crate) struct Integers<'a> {
+    pub scheme: &'a Scheme,
+    pub n: usize,
+    pub bytes: &'a [u8],
+    pub beside: Beside<'a>,
 }
 
-/// Writes a matrix whose integers `integer(row, column)` tells, with a zero and a scale for each group of each row.
-fn fill<T: Element>(
-    columns: &[usize],
-    table: &[(i32, f32)],
-    groups: usize,
-    y: &mut [T],
-    integer: impl Fn(usize, usize) -> i32,
-) {
-    for (block, rows) in y.chunks_mut((TOGETHER * columns.len()).max(1)).enumerate() {
-        for (column, &group) in columns.iter().enumerate() {
-            for (number, row) in rows.chunks_mut(columns.len()).enumerate() {
-                let at = block * TOGETHER + number;
-                let (zero, scale) = table[at * groups + group];
-                // The difference is exact: both are small.
-                row[column] = T::narrow((integer(at, column) - zero) as f32 * scale);
+impl Integers<'_> {
+    /// The integer of a row and a column.
+    fn integer(&self, row: usize, column: usize) -> i32 {
+        let (n, k, a_word) = (self.n, self.beside.columns.len(), self.scheme.a_word());
+        let part = |at: usize, number: usize| self.scheme.part(word(self.bytes, at), number % a_word);
+        match self.scheme.order {
+            Order::Awq => part(column * (n / a_word) + row / a_word, row),
+            Order::Gptq => part(column / a_word * n + row, column),
+            Order::Rows => part(row * k.div_ceil(a_word) + column / a_word, column),
+            Order::Bytes => i32::from(self.bytes[row * k + column] as i8),
+        }
+    }
+
+    fn groups(&self) -> usize {
+        self.beside.scales.len() / self.n.max(1)
+    }
+
+    /// The scale of each group of each row.
+    fn scales(&self) -> impl Iterator<Item = f32> {
+        let groups = self.groups();
+        (0..self.beside.scales.len()).map(move |at| match self.scheme.order {
+            Order::Awq | Order::Gptq => self.beside.scales[at % groups * self.n + at / groups],
+            Order::Rows | Order::Bytes => self.beside.scales[at],
+        })
+    }
+
+    /// Calls `put` for every row and column, [`TOGETHER`] rows side by side.
+    fn each(&self, mut put: impl FnMut(usize, usize)) {
+        for first in (0..self.n).step_by(TOGETHER) {
+            for column in 0..self.beside.columns.len() {
+                (first..self.n.min(first + TOGETHER)).for_each(|row| put(row, column));
             }
         }
+    }
+
+    /// The matrix `y[n,k]` that they stand for.
+    pub fn expand<T: Element>(&self, y: &mut [T]) {
+        let (columns, groups) = (self.beside.columns, self.groups());
+        let zeros = self.scheme.zeros(self.n, groups, self.beside.zeros);
+        let table: Vec<(i32, f32)> = zeros.into_iter().zip(self.scales()).collect();
+        self.each(|row, column| {
+            let (zero, scale) = table[row * groups + columns[column]];
+            // The difference is exact: both are small.
+            y[row * columns.len() + column] = T::narrow((self.integer(row, column) - zero) as f32 * scale);
+        });
+    }
+
+    /// The same as integers with scales; `None` where a group is no run of columns, or a zero no signed byte.
+    pub fn quantized(&self) -> Option<Quantized> {
+        let (n, k, groups) = (self.n, self.beside.columns.len(), self.groups());
+        let (few, group) = (self.scheme.bits <= 4, self.scheme.group.unwrap_or(k));
+        if !self.beside.columns.iter().enumerate().all(|(column, of)| *of == column / group) {
+            return None;
+        }
+        let zeros = self.scheme.zeros(n, groups, self.beside.zeros);
+        // One zero for all is taken off the integers; others leave signed bytes.
+        let same = zeros.first().copied().filter(|first| few && zeros.iter().all(|zero| zero == first));
+        let less = same.unwrap_or(if few || self.scheme.order == Order::Bytes { 0 } else { 128 });
+        let z = zeros.iter().map(|zero| i8::try_from(zero - less).ok()).collect::<Option<Vec<i8>>>()?;
+        let offset = if z.iter().all(|z| *z == 0) { Offset::None } else { Offset::Zero(z) };
+        let mut q = vec![0i8; n * k];
+        self.each(|row, column| q[row * k + column] = (self.integer(row, column) - less) as i8);
+        let least = few.then_some(-less as i8);
+        Some(Quantized { n, k, least, group, block: 1, q, d: self.scales().collect(), s: None, offset })
     }
 }
 
@@ -215,49 +252,95 @@ const INERT: [&str; 38] = [
 /// A field, with those around it, and what is wrong with it.
 type Complaint = (String, String);
 
-/// The schemes of the folder `dir`; none where its matrices are stored as they are.
+/// How the folder `dir` stores matrices.
 ///
 /// # Errors
 /// All that `quantization_config` says and that is not read.
-pub(crate) fn of(dir: &Path) -> Result<Vec<Scheme>, ModelError> {
+pub(crate) fn of(dir: &Path) -> Result<Stored, ModelError> {
     let path = dir.join("config.json");
     if !path.exists() {
-        return Ok(Vec::new());
+        return Ok(Stored::default());
     }
     let config = read_object(&path)?;
     let of = |map: &Map<String, Value>| map.get(FIELD).filter(|value| !value.is_null()).cloned();
     let within = config.get("text_config").and_then(Value::as_object).and_then(of);
-    let Some(value) = of(&config).or(within) else { return Ok(Vec::new()) };
+    let Some(value) = of(&config).or(within) else { return Ok(Stored::default()) };
     read(&value).map_err(|complaints| {
         let all = complaints.into_iter().map(|(field, why)| ModelError::field(&path, field, why)).collect();
         ModelError::all(all).expect_err("there are some")
     })
 }
 
-/// The schemes that a `quantization_config` says, or all that is not read of it. That of MXFP4 has none: its tensors say it.
-pub(crate) fn read(value: &Value) -> Result<Vec<Scheme>, Vec<Complaint>> {
+/// How a folder stores its matrices, where it does not store them as they are.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Stored {
+    /// As integers, in one of these ways.
+    pub schemes: Vec<Scheme>,
+    /// As floats of 8 bits, e4m3, with a scale for each block of so many rows and columns.
+    pub float8: Option<[usize; 2]>,
+}
+
+/// What a `quantization_config` says, or all that is not read of it. That of MXFP4 says nothing: its tensors do.
+pub(crate) fn read(value: &Value) -> Result<Stored, Vec<Complaint>> {
     let Value::Object(map) = value else {
         return Err(vec![(FIELD.into(), format!("is {}; it must be an object", shown(value)))]);
     };
     let mut complaints = Vec::new();
     let mut object = Object::of(map, FIELD.into(), &mut complaints);
+    let mut float8 = None;
     let schemes = match object.get("quant_method").and_then(Value::as_str) {
+        Some("fp8") => {
+            float8 = Some(blocks_of_float8(&mut object));
+            Vec::new()
+        }
         Some("awq") => vec![awq(&mut object)],
         Some("gptq") => vec![gptq(&mut object)],
         Some("compressed-tensors") => compressed(&mut object),
-        Some("mxfp4") => return Ok(Vec::new()),
+        Some("mxfp4") => return Ok(Stored::default()),
         _ => {
             let said = map.get("quant_method").map_or("missing".into(), shown);
             let why = format!(
-                "is {said}; supported are awq, gptq and compressed-tensors that quantise weights alone, and mxfp4 of gpt_oss: load \
-                 such a folder, or an unquantised one"
+                "is {said}; supported are awq, gptq and compressed-tensors that quantise weights alone, fp8 in blocks, and mxfp4 of \
+                 gpt_oss: load such a folder, or an unquantised one"
             );
             object.refuse("quant_method", why);
             return Err(complaints);
         }
     };
     object.rest();
-    if complaints.is_empty() { Ok(schemes) } else { Err(complaints) }
+    if complaints.is_empty() { Ok(Stored { schemes, float8 }) } else { Err(complaints) }
+}
+
+/// Rows and columns of a block.
+fn blocks_of_float8(object: &mut Object) -> [usize; 2] {
+    object.only("fmt", &["e4m3"]);
+    // That kernels round activations too is how they compute; here nothing is rounded but weights.
+    object.only("activation_scheme", &["dynamic"]);
+    object.get("scale_fmt");
+    let size = |value: &Value| value.as_u64().and_then(|size| usize::try_from(size).ok()).filter(|size| *size > 0);
+    let found = object.get("weight_block_size");
+    match found.and_then(Value::as_array).map(|all| all.iter().map(size).collect::<Option<Vec<usize>>>()) {
+        Some(Some(sizes)) if sizes.len() == 2 => [sizes[0], sizes[1]],
+        _ => {
+            let why = format!(
+                "is {}; it must be rows and columns of a block, such as [128, 128]",
+                found.map_or("missing".into(), shown)
+            );
+            object.refuse("weight_block_size", why);
+            [1, 1]
+        }
+    }
+}
+
+/// The number that a byte of e4m3 stands for; NaN has two.
+pub(crate) fn e4m3(byte: u8) -> f32 {
+    let (exponent, fraction) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
+    let magnitude = match (exponent, byte & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => fraction * f32::exp2(-9.0),
+        _ => (8.0 + fraction) * f32::exp2((exponent - 10) as f32),
+    };
+    if byte & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
 fn awq(object: &mut Object) -> Scheme {
@@ -465,7 +548,15 @@ mod tests {
 
     fn expanded(scheme: &Scheme, n: usize, words: &[u32], beside: &Beside) -> Vec<f32> {
         let mut y = vec![f32::NAN; n * beside.columns.len()];
-        expand(scheme, n, &bytes(words), beside, &mut y);
+        let integers = Integers { scheme, n, bytes: &bytes(words), beside: *beside };
+        integers.expand(&mut y);
+        // As they are packed, the numbers are the same.
+        if let Some(packed) = integers.quantized() {
+            for (row, y) in y.chunks(beside.columns.len()).enumerate() {
+                let of = |column: usize| packed.value(row, column).to_bits();
+                assert!(y.iter().enumerate().all(|(column, y)| y.to_bits() == of(column)));
+            }
+        }
         y
     }
 
@@ -474,6 +565,21 @@ mod tests {
     }
 
     /// One column of eight rows: row 1 stands in the fifth four bits. A difference of 0 times a negative scale is -0.
+    #[test]
+    fn numbers_of_e4m3() {
+        let of = [
+            (0x00, 0.0),
+            (0x01, 0.001953125),
+            (0x08, 0.015625),
+            (0x38, 1.0),
+            (0x39, 1.125),
+            (0x7e, 448.0),
+            (0xb8, -1.0),
+        ];
+        assert!(of.into_iter().all(|(byte, number)| e4m3(byte) == number));
+        assert!(e4m3(0x7f).is_nan() && e4m3(0xff).is_nan() && e4m3(0x80).is_sign_negative());
+    }
+
     #[test]
     fn words_of_awq() {
         let (zeros, scales) = (bytes(&[0x8765_4321]), [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, -2.0]);
@@ -521,10 +627,10 @@ mod tests {
         };
         let found = read(&weights(json!({"symmetric": false}))).unwrap();
         let wanted = Scheme { order: Order::Rows, bits: 4, group: Some(32), one_less: false, asks_for: [true, false] };
-        assert_eq!(found, [wanted]);
+        assert_eq!(found.schemes, [wanted]);
         let gptq = json!({"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": true, "sym": false});
         let wanted = Scheme { order: Order::Gptq, bits: 8, group: None, one_less: true, asks_for: [true, true] };
-        assert_eq!(read(&gptq).unwrap(), [wanted]);
+        assert_eq!(read(&gptq).unwrap().schemes, [wanted]);
         let mut activations = weights(json!({}));
         activations["config_groups"]["group_0"]["input_activations"] = json!({"num_bits": 8});
         for (value, refused) in [

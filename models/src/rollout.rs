@@ -5,13 +5,14 @@
 //! them, and each random number belongs to one (seed, sequence, position) and to no generator's state.
 
 use crate::decoder::Runner;
+use crate::experts::StepExperts;
 use crate::generate::Stop;
 use crate::sampling::{Checked, Places, random};
 use crate::state::States;
 use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Encoded;
 use crate::trace::{TraceHook, all_finite};
-use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Run, Sampling, SamplingRule};
+use crate::{Config, Experts, Model, ModelError, PAGE_SIZE, PageOrder, Run, Sampling, SamplingRule};
 use samebits_ops::Cpu;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Range;
@@ -53,6 +54,8 @@ pub struct Sample {
     pub logprobs: Vec<f32>,
     /// Why it ended.
     pub stop: Stop,
+    /// Where they are recorded, the experts of all its tokens but the last, which nothing was computed of.
+    pub experts: Option<Experts>,
 }
 
 /// What a rollout took.
@@ -261,9 +264,18 @@ pub(crate) struct Queue {
     /// Request and prompt of each that has samples to come, and which.
     waiting: VecDeque<(usize, usize, Range<usize>)>,
     /// Sequences that hold the whole prompt of a request, and how many samples will still want it.
-    stems: HashMap<(usize, usize), (usize, usize)>,
+    stems: HashMap<(usize, usize), Stem>,
     active: Vec<Active>,
     timing: Timing,
+}
+
+/// What was computed of a prompt.
+struct Stem {
+    number: usize,
+    /// Samples that will still want it.
+    wanted: usize,
+    /// Its experts, where they are recorded.
+    experts: Option<Experts>,
 }
 
 impl Queue {
@@ -352,7 +364,7 @@ impl Queue {
     pub fn end(&mut self, request: usize) -> Vec<Sample> {
         self.waiting.retain(|(of, ..)| *of != request);
         let stems = self.stems.extract_if(|(of, _), _| *of == request);
-        stems.for_each(|(_, (stem, _))| self.states.close(stem));
+        stems.for_each(|(_, stem)| self.states.close(stem.number));
         let ended = self.active.extract_if(.., |text| text.request == request);
         let samples = ended.map(|text| {
             self.states.close(text.number);
@@ -383,6 +395,7 @@ impl Queue {
                 tokens: vec![],
                 logprobs: vec![],
                 stop: Stop::Ended,
+                experts: sampling.experts.then(|| StepExperts::new(c, [].into_iter()).own(0..0)),
             };
             if sampling.max_tokens == 0 {
                 let sample = Sample { stop: Stop::MaxTokens, ..sample };
@@ -390,16 +403,19 @@ impl Queue {
                 events.push(Event::end(request, sample));
                 continue;
             }
+            let mut sample = sample;
             let (number, pending) = match self.stems.get_mut(&(request, prompt)) {
-                Some((stem, wanted)) => {
+                Some(stem) => {
                     // The last token is fed again: its logits are what the first sampled token comes from.
-                    let number = self.states.fork(*stem, tokens.len() - 1, limit);
-                    *wanted -= 1;
-                    if *wanted == 0 {
-                        self.states.close(*stem);
+                    let number = self.states.fork(stem.number, tokens.len() - 1, limit);
+                    let held = self.states.len(number);
+                    sample.experts = stem.experts.as_ref().map(|experts| experts.first(held));
+                    stem.wanted -= 1;
+                    if stem.wanted == 0 {
+                        self.states.close(stem.number);
                         self.stems.remove(&(request, prompt));
                     }
-                    (number, tokens[self.states.len(number)..].to_vec())
+                    (number, tokens[held..].to_vec())
                 }
                 None => (self.states.open(limit), tokens.clone()),
             };
@@ -445,8 +461,19 @@ impl Queue {
                 SequenceInput { sequence: text.number, label: text.sample.sequence, tokens, adapter }
             })
             .collect();
-        let logits = on.step(&inputs, &mut self.states, Rows::Last, &mut TraceHook::default())?;
         let fed: Vec<usize> = inputs.iter().map(|input| input.tokens.len()).collect();
+        let records = self.active.iter().any(|text| text.sample.experts.is_some());
+        let mut experts = records.then(|| StepExperts::new(c, fed.iter().map(|fed| (0..*fed, None))));
+        let mut hook = TraceHook { experts: experts.as_mut(), ..TraceHook::default() };
+        let logits = on.step(&inputs, &mut self.states, Rows::Last, &mut hook)?;
+        if let Some(experts) = experts {
+            let mut from = 0;
+            for (text, fed) in self.active.iter_mut().zip(&fed) {
+                let of_text = experts.own(from..from + fed);
+                text.sample.experts.iter_mut().for_each(|experts| experts.each.extend(&of_text.each));
+                from += fed;
+            }
+        }
         let texts = fed.len();
         let of_prompts = self.active.iter().zip(&fed).filter(|(text, _)| text.sample.tokens.is_empty());
         let fed_prompts: usize = of_prompts.map(|(_, fed)| fed).sum();
@@ -509,8 +536,8 @@ impl Queue {
         let of_prompt = self.waiting.iter().filter(|(request, prompt, _)| (*request, *prompt) == of);
         let wanted: usize = of_prompt.map(|(_, _, samples)| samples.len()).sum();
         if wanted > 0 && !self.stems.contains_key(&of) {
-            let stem = self.states.fork(text.number, prompts[of.1].len(), text.sample.limit);
-            self.stems.insert(of, (stem, wanted));
+            let number = self.states.fork(text.number, prompts[of.1].len(), text.sample.limit);
+            self.stems.insert(of, Stem { number, wanted, experts: text.sample.experts.clone() });
         }
     }
 

@@ -1,6 +1,7 @@
 //! What a request asks of its tokens, and what that makes of logits: docs/NUMERICS.md, section 6.
 
-use crate::{AdapterChoice, Config, Model, ModelError};
+use crate::experts;
+use crate::{AdapterChoice, Config, Model, ModelError, Recorded};
 use samebits_ops::{
     Attributes, Backend, Cpu, Logprob, Penalties, Tensor, Truncation, argmax, draw, logprob, penalize, random_halves,
     truncate,
@@ -58,6 +59,8 @@ pub struct Ruled {
     pub rule: SamplingRule,
     /// Tokens of the prompt, at least one.
     pub prompt: usize,
+    /// The experts that were recorded of its tokens.
+    pub experts: Option<Recorded>,
 }
 
 /// What log-probabilities of sequences are those of.
@@ -83,6 +86,14 @@ impl Sampled<'_> {
         match self {
             Sampled::At(temperature) => Sampled::At(*temperature),
             Sampled::By(rules) => Sampled::By(&rules[part]),
+        }
+    }
+
+    /// The experts that were recorded of a sequence.
+    pub(crate) fn experts(&self, sequence: usize) -> Option<&Recorded> {
+        match self {
+            Sampled::At(_) => None,
+            Sampled::By(rules) => rules.get(sequence)?.experts.as_ref(),
         }
     }
 
@@ -113,6 +124,8 @@ impl Sampled<'_> {
                 }
             }
         }
+        let texts = rules.iter().zip(sequences).enumerate();
+        complaints.extend(experts::check(c, texts.map(|(b, (ruled, tokens))| (b, &ruled.experts, tokens.len()))).err());
         ModelError::all(complaints)
     }
 
@@ -132,7 +145,7 @@ impl Sampled<'_> {
         let (mut found, mut first): (Vec<Stretch>, usize) = (Vec::new(), 0);
         for &(label, length) in pieces {
             // Padding is of no sequence.
-            let Some(Ruled { rule, prompt }) = rules.get(label) else {
+            let Some(Ruled { rule, prompt, .. }) = rules.get(label) else {
                 found.push(Stretch { rows: first..first + length, temperature: 1.0, text: None });
                 first += length;
                 continue;
@@ -241,6 +254,8 @@ pub struct Sampling {
     pub stop: Vec<String>,
     /// Tokens behind which it ends.
     pub stop_token_ids: Vec<i32>,
+    /// Whether the experts of all tokens are recorded.
+    pub experts: bool,
     /// Which adapter each prompt has; one is for all, and none is [`AdapterChoice::Only`].
     pub adapters: Vec<AdapterChoice>,
 }
@@ -249,7 +264,8 @@ impl Default for Sampling {
     fn default() -> Sampling {
         let rule = SamplingRule::default();
         let (stop, stop_token_ids, adapters) = (vec![], vec![], vec![]);
-        Sampling { samples: 1, max_tokens: 64, rule, seed: 0, ignore_eos: false, stop, stop_token_ids, adapters }
+        let (ignore_eos, experts) = (false, false);
+        Sampling { samples: 1, max_tokens: 64, rule, seed: 0, ignore_eos, stop, stop_token_ids, experts, adapters }
     }
 }
 
@@ -403,8 +419,8 @@ impl SamplingRule {
 }
 
 impl Sampling {
-    /// Takes the settings that an object has by the names of the fields of the rule, and `stop`, `stop_token_ids` and `adapter` (a
-    /// name, null for none, or a list of them, one for each prompt); what else it has is not read.
+    /// Takes the settings that an object has by the names of the fields of the rule, and `stop`, `stop_token_ids`, `experts` and
+    /// `adapter` (a name, null for none, or a list of them, one for each prompt); what else it has is not read.
     ///
     /// # Errors
     /// Every field that does not have the form of its setting.
@@ -413,6 +429,7 @@ impl Sampling {
         self.rule.read_all(&mut settings);
         settings.read("stop", &mut self.stop, "a text or a list of texts", texts_of);
         settings.read("stop_token_ids", &mut self.stop_token_ids, "a list of tokens", tokens_of);
+        settings.read("experts", &mut self.experts, "true or false", Value::as_bool);
         // Null says something here.
         let adapters = fields.get("adapter").map(|value| match value {
             Value::Array(all) => all.iter().map(AdapterChoice::of).collect(),
@@ -433,6 +450,9 @@ impl Sampling {
     pub fn check(&self, c: &Config) -> Result<(), ModelError> {
         let mut found = self.rule.complaints(c);
         found.extend(c.check_tokens("stop_token_ids", &self.stop_token_ids, 0).err());
+        if self.experts && c.mixtures().is_empty() {
+            found.push(ModelError::input("experts", "the model has no mixture of experts; nothing can be recorded"));
+        }
         if self.stop.iter().any(String::is_empty) {
             found.push(ModelError::input("stop", "holds a text without characters; leave it out"));
         }

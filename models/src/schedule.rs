@@ -1,4 +1,4 @@
-use crate::{AdapterChoice, ModelError, PageOrder, Probe};
+use crate::{AdapterChoice, ModelError, PageOrder, Probe, Routing};
 use std::fmt;
 use std::str::FromStr;
 
@@ -93,7 +93,7 @@ impl fmt::Display for Grouping {
     }
 }
 
-/// How sequences are run; but for their adapters and for what a probe changes, nothing here may move a bit.
+/// How sequences are run; but for their adapters, experts that are replayed and what a probe changes, nothing here may move a bit.
 pub struct Run<'a> {
     /// How tokens are fed.
     pub schedule: Schedule,
@@ -107,6 +107,8 @@ pub struct Run<'a> {
     pub allow_nonfinite: bool,
     /// The adapter of each sequence; one is for all, and none is [`AdapterChoice::Only`].
     pub adapters: &'a [AdapterChoice],
+    /// The experts that were recorded of each sequence, and room for those that routers choose.
+    pub experts: Option<&'a mut Routing>,
     /// Who is shown what is computed on the way, and may change it.
     pub probe: Option<&'a mut dyn Probe>,
 }
@@ -123,6 +125,7 @@ impl Default for Run<'_> {
             page_order: PageOrder::Ascending,
             allow_nonfinite: false,
             adapters: &[],
+            experts: None,
             probe: None,
         }
     }

@@ -1,6 +1,7 @@
 //! Looking at what a forward computes on the way, and changing it.
 
 use crate::ModelError;
+use crate::experts::StepExperts;
 use crate::machine::typed;
 use crate::step::Step;
 use crate::sums::overflows;
@@ -59,6 +60,8 @@ impl Seen<'_> {
 #[derive(Default)]
 pub(crate) struct TraceHook<'a> {
     pub probe: Option<&'a mut dyn Probe>,
+    /// Who is told what routers choose, and says what is chosen instead.
+    pub experts: Option<&'a mut StepExperts>,
     /// Whether the op is looked for that makes the first value that is not finite.
     pub looks: bool,
     /// That op.

@@ -11,7 +11,7 @@ use crate::machine::typed;
 use crate::memory::buffer;
 use crate::sums::zeros;
 use crate::weights::Weights;
-use crate::{Audit, Batch, Config, GradientRun, ModelError, Precision};
+use crate::{Audit, Batch, Config, Flips, GradientRun, ModelError, Precision, StorageContract};
 use samebits_ops::{AdamW, Attributes, Backend, Cpu, DType, Element, Tensor, TensorMut, TensorRef, adamw};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -75,6 +75,8 @@ pub struct StepReport {
     pub norm: f32,
     /// [`Trainer::sha256`] behind it.
     pub sha256: String,
+    /// Where experts were recorded, how many choices of routers are others, and of how many.
+    pub flips: Option<[usize; 2]>,
 }
 
 /// The elements of a block of the norm.
@@ -90,6 +92,7 @@ fn decoder_of(
     progress: impl FnMut(u64, u64),
 ) -> Result<Decoder, ModelError> {
     let mut config = Config::load(dir)?;
+    config.admitted(dir, StorageContract::Ws1)?;
     rope_length.map_or(Ok(()), |length| config.declare(length))?;
     let files = Weights::open(dir)?.report_to(progress);
     Decoder::load(&config, files, dtype, cpu, packs).map_err(|e| Audit::all_of(dir, e))
@@ -326,7 +329,9 @@ impl Trainer {
             return Err(ModelError::input("not finite", why));
         }
         (self.step, self.is_spoilt) = (step, false);
-        Ok(StepReport { step, loss: found.loss, norm, sha256 })
+        let are_recorded = found.flips.iter().any(Option::is_some);
+        let flips = are_recorded.then(|| Flips::sum(found.flips.iter().flatten()));
+        Ok(StepReport { step, loss: found.loss, norm, sha256, flips })
     }
 }
 
@@ -454,7 +459,7 @@ mod tests {
             }
             let report = advance(&mut trainer, &cpu, Loss::Nll).unwrap();
             let sha256 = digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-            assert_eq!(report, StepReport { step, loss: found.loss, norm, sha256 });
+            assert_eq!(report, StepReport { step, loss: found.loss, norm, sha256, flips: None });
             assert_eq!(bits(trainer.state()), bits(&expected));
             for (name, [w, ..]) in &expected {
                 let rounded: Vec<bf16> = floats(w).into_iter().map(bf16::from_f32).collect();

@@ -22,8 +22,12 @@ use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
+mod blocks;
+mod float8;
 mod integers;
 mod names;
+
+pub(crate) use blocks::unpaired;
 
 const WHOLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -84,6 +88,8 @@ enum Form {
     Packed(gguf::Format, Option<usize>),
     /// As small integers, with what they are scaled by.
     Quantised(Box<integers::Parts>),
+    /// As floats of 8 bits, with the scales of blocks.
+    Float8(Box<float8::Float8>),
 }
 
 /// Bytes read at a time.
@@ -106,13 +112,15 @@ impl<'a> Weights<'a> {
             (true, false) => {
                 let mut weights = Weights::empty(&whole);
                 weights.add_shard(&whole)?;
-                Ok(weights.with_quantised(&quantised::of(dir)?)?.of_models())
+                weights.with_stored(&quantised::of(dir)?)
             }
-            (false, true) => {
-                let weights = Weights::open_shards(dir, &index)?;
-                Ok(weights.with_quantised(&quantised::of(dir)?)?.of_models())
-            }
+            (false, true) => Weights::open_shards(dir, &index)?.with_stored(&quantised::of(dir)?),
         }
+    }
+
+    /// Those of a folder that stores matrices so.
+    fn with_stored(self, stored: &quantised::Stored) -> Result<Weights<'a>, ModelError> {
+        Ok(self.with_quantised(&stored.schemes)?.with_float8(stored.float8)?.of_models())
     }
 
     /// Opens a file that torch.save wrote.
@@ -122,50 +130,6 @@ impl<'a> Weights<'a> {
         for (name, (dtype, shape, bytes)) in pth::read(path, &mut file, length)? {
             weights.total += bytes.end - bytes.start;
             weights.tensors.insert(name, Stored { shard: 0, dtype, shape, bytes, more: Vec::new(), form: Form::Plain });
-        }
-        weights.shards.push((path.into(), file));
-        Ok(weights)
-    }
-
-    /// Opens a GGUF file: its tensors by the names of folders.
-    fn open_gguf(path: &Path) -> Result<Weights<'a>, ModelError> {
-        let (mut file, length) = open(path)?;
-        let contents = gguf::read(path, &mut file, length)?;
-        let mut weights = Weights::empty(path);
-        for (name, found) in &contents.tensors {
-            let places = gguf::places(&contents, name);
-            let places = places.unwrap_or_else(|| vec![gguf::Place { name: name.clone(), part: None, heads: None }]);
-            let (parts, size) = (places.len() as u64, found.bytes.end - found.bytes.start);
-            for place in places {
-                let (mut shape, mut bytes) = (found.shape.clone(), found.bytes.clone());
-                if let Some(part) = place.part {
-                    shape.remove(0);
-                    let each = size / parts;
-                    bytes.start += part as u64 * each;
-                    bytes.end = bytes.start + each;
-                }
-                // A gate is stored as one row without its axis.
-                if place.name.ends_with("shared_expert_gate.weight") && shape.len() == 1 {
-                    shape.insert(0, 1);
-                }
-                let halves = place.heads.map(|heads| heads.saturating_mul(2));
-                let are_whole = |halves| halves > 0 && shape.first().is_some_and(|rows| rows.is_multiple_of(halves));
-                if let Some(halves) = halves.filter(|halves| !are_whole(*halves)) {
-                    let why = format!("has shape {shape:?}, which are not {} heads of an even width", halves / 2);
-                    return Err(ModelError::tensor(path, name, why));
-                }
-                weights.total += bytes.end - bytes.start;
-                let form = Form::Packed(found.format, place.heads);
-                let dtype = match found.format {
-                    gguf::Format::F16 => Dtype::F16,
-                    gguf::Format::Bf16 => Dtype::BF16,
-                    _ => Dtype::F32,
-                };
-                let stored = Stored { shard: 0, dtype, shape, bytes, more: Vec::new(), form };
-                if weights.tensors.insert(place.name, stored).is_some() {
-                    return Err(ModelError::tensor(path, name, "stands in it twice"));
-                }
-            }
         }
         weights.shards.push((path.into(), file));
         Ok(weights)
@@ -477,6 +441,19 @@ impl<'a> Weights<'a> {
         Ok(there.clone())
     }
 
+    /// The elements of a tensor, which stays, finite all of them, in f32.
+    pub fn numbers(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {
+        let stored = self.tensors.remove(name).expect("it is listed");
+        let values = self.read::<f32>(name, &stored);
+        let path = self.shard(&stored).clone();
+        let checked = values.and_then(|values| {
+            assert_eq!(values.len(), shape.iter().product::<usize>(), "all of its elements");
+            check_finite(&path, name, &stored, &values).map(|()| values)
+        });
+        self.tensors.insert(name.into(), stored);
+        checked
+    }
+
     /// Takes something that is no parameter, in f32.
     pub fn constant(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
         self.constants.insert(name.into(), shape.into());
@@ -517,6 +494,7 @@ impl<'a> Weights<'a> {
             Form::Scaled(shard, scales) => return self.expand(name, stored, *shard, scales),
             Form::Packed(format, heads) => return self.unpack(name, stored, *format, *heads),
             Form::Quantised(parts) => return self.dequantise(name, stored, parts),
+            Form::Float8(parts) => return self.widen_float8(name, stored, parts),
         }
         let width = match stored.dtype {
             Dtype::BF16 | Dtype::F16 => 2,
@@ -552,40 +530,6 @@ impl<'a> Weights<'a> {
         Ok(data)
     }
 
-    /// The elements of a tensor of a GGUF file, some rows at a time; rows of heads go where folders have them.
-    fn unpack<T: Element>(
-        &mut self,
-        name: &str,
-        stored: &Stored,
-        format: gguf::Format,
-        heads: Option<usize>,
-    ) -> Result<Vec<T>, ModelError> {
-        let mut data: Vec<T> = buffer(&stored.shape)?;
-        let (numbers, size) = format.block();
-        // Of a vector in heads each number is a row.
-        let axes = if heads.is_some() { 1 } else { stored.shape.len().saturating_sub(1) };
-        let width: usize = stored.shape.get(axes..).unwrap_or_default().iter().product();
-        let (path, file) = &mut self.shards[stored.shard];
-        let unreadable = |e: std::io::Error| ModelError::tensor(path, name, format!("cannot be read: {e}"));
-        file.seek(SeekFrom::Start(stored.bytes.start)).map_err(unreadable)?;
-        let rows = data.len().checked_div(width).unwrap_or(0);
-        let together = (BLOCK / 4).div_ceil(width.max(1)).min(rows);
-        let (mut values, mut bytes) = (vec![0f32; together * width], vec![0u8; together * width / numbers * size]);
-        for first in (0..rows).step_by(together.max(1)) {
-            let count = together.min(rows - first) * width;
-            let bytes = &mut bytes[..count / numbers * size];
-            file.read_exact(bytes).map_err(unreadable)?;
-            format.expand(bytes, &mut values[..count]);
-            for (at, row) in values[..count].chunks_exact(width).enumerate() {
-                let to = heads.map_or(first + at, |heads| unpaired(first + at, rows / heads));
-                row.iter().zip(&mut data[to * width..][..width]).for_each(|(from, to)| *to = T::narrow(*from));
-            }
-            self.taken += bytes.len() as u64;
-            (self.progress)(self.taken, self.total);
-        }
-        Ok(data)
-    }
-
     /// The elements of a tensor that is stored as MXFP4, one matrix after the other.
     fn expand<T: Element>(
         &mut self,
@@ -609,12 +553,6 @@ impl<'a> Weights<'a> {
         }
         Ok(data)
     }
-}
-
-/// Where folders have a row that is stored as number 2j + s of its head of `width` rows: at j + s * width / 2.
-fn unpaired(row: usize, width: usize) -> usize {
-    let (head, within) = (row / width, row % width);
-    head * width + within / 2 + within % 2 * (width / 2)
 }
 
 /// A tensor of this shape, but for its rows.

@@ -103,6 +103,7 @@ fn runs_of_any_kind_end() {
             page_order: pick.of(&[PageOrder::Ascending, PageOrder::Scattered]),
             allow_nonfinite: pick.below(2) == 0,
             adapters: &[],
+            experts: None,
             probe: None,
         };
         let texts: Vec<Vec<i32>> = (0..pick.below(4)).map(|_| pick.tokens()).collect();

@@ -346,6 +346,69 @@ pub const MUTATIONS: &[Mutation] = &[
         answer: |mutant, case| mutant.asked(case, |case| drop(case.params.remove("chosen_by"))),
     },
     Mutation {
+        name: "named_experts_in_their_order",
+        about: "Experts that a row names have the ranks of their places there.",
+        op: "route",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            let mut answer = mutant.honest.run(case);
+            let (Some(named), Some(rank)) = (case.inputs.get("experts"), answer.outputs.get_mut("rank")) else {
+                return answer;
+            };
+            let (e, chosen) = (rank.shape()[1], named.shape()[1]);
+            let mut ranks = rank.as_i32().expect("ranks are i32").to_vec();
+            for (place, &expert) in named.as_i32().expect("they are i32").iter().enumerate().filter(|(_, e)| **e >= 0) {
+                ranks[place / chosen * e + expert as usize] = (place % chosen) as i32;
+            }
+            *rank = Tensor::i32(&[ranks.len() / e, e], ranks);
+            answer
+        },
+    },
+    Mutation {
+        name: "experts_of_the_token_before",
+        about: "A token has the experts that the row before its own names.",
+        op: "route",
+        caught_by: "accuracy",
+        also_red: Others::Are(&[
+            "golden",
+            "invariance:batch",
+            "invariance:neighbours",
+            "invariance:padding",
+            "invariance:position",
+        ]),
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
+                let Some(named) = case.inputs.get_mut("experts") else { return };
+                let rows = named.shape()[0];
+                *named = named.select(0, &(0..rows).map(|row| (row + rows - 1) % rows).collect::<Vec<_>>());
+            })
+        },
+    },
+    Mutation {
+        name: "gradient_of_the_own_choice",
+        about: "The gradient of a router goes through its likeliest experts, whichever were chosen.",
+        op: "route_backward",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
+                let (logits, rank) = (case.inputs["logits"].to_f64(), &case.inputs["rank"]);
+                let (e, ranks) = (rank.shape()[1], rank.as_i32().expect("ranks are i32"));
+                let of_row = |(logits, ranks): (&[f64], &[i32])| {
+                    let mut order: Vec<usize> = (0..e).collect();
+                    order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
+                    let chosen = ranks.iter().filter(|rank| **rank >= 0).count();
+                    let place = |i: usize| order.iter().position(|of| *of == i).filter(|place| *place < chosen);
+                    (0..e).map(|i| place(i).map_or(-1, |place| place as i32)).collect::<Vec<i32>>()
+                };
+                let own: Vec<i32> = logits.chunks(e).zip(ranks.chunks(e)).flat_map(of_row).collect();
+                let shape = rank.shape().to_vec();
+                case.inputs.insert("rank".into(), Tensor::i32(&shape, own));
+            })
+        },
+    },
+    Mutation {
         name: "last_expert_first",
         about: "What the experts of a token made is added from the last rank to the first.",
         op: "combine",

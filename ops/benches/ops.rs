@@ -174,7 +174,7 @@ fn experts(c: &mut Criterion) {
     let mut group = c.benchmark_group("experts");
     group.throughput(Throughput::Bytes(2 * logits.len() as u64));
     group.bench_function("route-512x128", |b| {
-        b.iter(|| route(&cpu, &shape, black_box(&logits), None, &mut index, &mut weight).expect("shapes match"))
+        b.iter(|| route(&cpu, &shape, black_box(&logits), None, None, &mut index, &mut weight).expect("shapes match"))
     });
     let rows = tokens * chosen;
     let (x, mut y) = (values(rows * n, 2), vec![bf16::ZERO; tokens * n]);

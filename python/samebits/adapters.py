@@ -15,6 +15,11 @@
   `logprobs_mode` "raw_logprobs", vLLM's default, they are those at a temperature of 1, whatever texts were sampled at; with
   "processed_logprobs" those at the temperature, under the settings.
 
+Where the router's choices were recorded (`routed_experts` [B,P+R,layers,chosen] of verl, `rollout_routed_experts` of slime or its
+`routed_experts` in base64 as SGLang returns it, `prompt_routed_experts` and `routed_experts` of vLLM) texts have them too: in how many
+choices the model differs is counted by `samebits score`, and with `--replay-experts` they are chosen. Layers are mixtures of experts or
+all blocks; a token whose first expert is negative has none recorded.
+
 Files are those of `torch.save`, read without running code of theirs. Tokens that the model did not sample have no
 log-probability: what follows them is a text of its own, behind a longer prompt.
 """
@@ -22,9 +27,11 @@ log-probability: what follows them is a text of its own, behind a longer prompt.
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import math
 import os
+import struct
 import sys
 from typing import Any, Callable, Iterator, Mapping
 
@@ -32,8 +39,9 @@ from .engine import settings_of
 
 __all__ = ["slime", "trl", "verl", "vllm", "write"]
 
-# The tokens before, the sampled ones, and their log-probabilities.
-Text = tuple[list[int], list[int], list[float]]
+# The tokens before, the sampled ones, and their log-probabilities; where they were recorded, the experts of all tokens but the last,
+# `[tokens - 1, layers, chosen]`.
+Text = tuple[Any, ...]
 
 
 def verl(batch: Any) -> list[Text]:
@@ -43,15 +51,21 @@ def verl(batch: Any) -> list[Text]:
     if getattr(_field(batch, "prompts", "verl"), "is_nested", False):
         masks = ("response_mask",) if "response_mask" in batch.keys() else ()
         columns = [[row.tolist() for row in _field(batch, name, "verl").unbind()] for name in (*names, *masks)]
-        rows = enumerate(zip(*columns))
-        return [text for row, found in rows for text in _row(f"verl: row {row}", *found)]
+        experts = _of_each(batch["routed_experts"].unbind() if "routed_experts" in batch.keys() else None, len(columns[0]))
+        rows = enumerate(zip(experts, *columns))
+        return [text for row, (of, *found) in rows for text in _row(f"verl: row {row}", *found, experts=of)]
     prompts, responses, logprobs = (_matrix(batch, name, "verl") for name in names)
     attention = _matrix(batch, "attention_mask", "verl").bool()
     width = prompts.shape[1]
     if attention.shape[1] != width + responses.shape[1]:
         raise ValueError(f"verl: attention_mask has {attention.shape[1]} columns, prompts and responses {width + responses.shape[1]}")
     sampled = _matrix(batch, "response_mask", "verl").bool() if "response_mask" in batch.keys() else attention[:, width:]
-    return _texts("verl", (prompts, attention[:, :width]), (responses, attention[:, width:]), sampled, logprobs)
+    experts = batch["routed_experts"] if "routed_experts" in batch.keys() else None
+    if experts is not None and list(experts.shape[:2]) != list(attention.shape):
+        raise ValueError(f"verl: `routed_experts` is {list(experts.shape)}; it must have the rows and columns of attention_mask, {list(attention.shape)}")
+    # A row of padding holds what nobody reads.
+    experts = None if experts is None else [of[mask] for of, mask in zip(experts, attention)]
+    return _texts("verl", (prompts, attention[:, :width]), (responses, attention[:, width:]), sampled, logprobs, experts)
 
 
 def trl(generation: Mapping[str, Any]) -> list[Text]:
@@ -74,7 +88,8 @@ def slime(rollout: Mapping[str, Any]) -> list[Text]:
         mask = [1] * count if sample.get("loss_mask") is None else list(sample["loss_mask"])
         if count > len(tokens):
             raise ValueError(f"{what}: response_length is {count}; there are {len(tokens)} tokens")
-        texts += _row(what, tokens[: len(tokens) - count], tokens[len(tokens) - count :], logprobs, mask)
+        experts = _of_slime(sample, rollout, what, len(tokens))
+        texts += _row(what, tokens[: len(tokens) - count], tokens[len(tokens) - count :], logprobs, mask, experts)
     return texts
 
 
@@ -94,8 +109,49 @@ def vllm(outputs: Any) -> list[Text]:
             logprobs = [one[token] if hasattr(one, "keys") else one for token, one in zip(tokens, found)]
             values = [getattr(one, "logprob", one) for one in logprobs]
             if tokens:
-                texts += _row(what, [int(token) for token in _field(request, "prompt_token_ids", what)], tokens, values)
+                experts = _of_vllm(request, output, what, len(tokens))
+                texts += _row(what, [int(token) for token in _field(request, "prompt_token_ids", what)], tokens, values, None, experts)
     return texts
+
+
+def _of_each(experts: Any, count: int) -> Any:
+    return [None] * count if experts is None else experts
+
+
+def _of_slime(sample: Any, rollout: Any, what: str, tokens: int) -> Any:
+    """Experts of a sample of slime: an array, or the int32 of SGLang in base64, `[tokens - 1, layers, chosen]` in a row."""
+    experts = sample.get("rollout_routed_experts")
+    if experts is None:
+        experts = (sample.get("meta_info") or {}).get("routed_experts")
+    if not isinstance(experts, (str, bytes)):
+        return experts
+    import numpy
+
+    held = base64.b64decode(experts)
+    layers, chosen = (sample.get(name, rollout.get(name)) for name in ("num_layers", "moe_router_topk"))
+    if layers is None or chosen is None:
+        raise ValueError(f"{what}: `routed_experts` is base64; say `num_layers` and `moe_router_topk` beside it, as slime's arguments have them")
+    if len(held) != 4 * (tokens - 1) * layers * chosen:
+        raise ValueError(f"{what}: `routed_experts` has {len(held)} bytes; {tokens - 1} tokens have {layers} x {chosen} int32 each")
+    return numpy.frombuffer(held, "<i4").reshape(tokens - 1, layers, chosen)
+
+
+def _of_vllm(request: Any, output: Any, what: str, tokens: int) -> Any:
+    """Experts of an output of vLLM: of the prompt and of what was generated, or of both in one."""
+    experts = output["routed_experts"] if "routed_experts" in output.keys() else None
+    prompt = request["prompt_routed_experts"] if "prompt_routed_experts" in request.keys() else None
+    if experts is None or prompt is None:
+        return experts
+    return [*_lists(prompt, what), *_lists(experts, what)]
+
+
+def _lists(experts: Any, what: str) -> list[list[list[int]]]:
+    """`[tokens, layers, chosen]` as lists."""
+    found = experts.tolist() if hasattr(experts, "tolist") else [[list(row) for row in token] for token in experts]
+    forms = {(len(token), *map(len, token)) for token in found}
+    if len(forms) > 1 or any(len(set(form[1:])) != 1 for form in forms):
+        raise ValueError(f"{what}: routed experts must be [tokens, layers, chosen]")
+    return found
 
 
 def _field(of: Any, name: str, what: str) -> Any:
@@ -114,15 +170,19 @@ def _matrix(of: Any, name: str, what: str) -> Any:
     return tensor
 
 
-def _row(what: str, prompt: list[int], tokens: list[int], logprobs: list[float], sampled: list[Any] | None = None) -> Iterator[Text]:
+def _row(
+    what: str, prompt: list[int], tokens: list[int], logprobs: list[float], sampled: list[Any] | None = None, experts: Any = None
+) -> Iterator[Text]:
     """One response without padding; all of it was sampled where nothing else is said."""
     sampled = [1] * len(tokens) if sampled is None else sampled
     if not len(tokens) == len(logprobs) == len(sampled):
         raise ValueError(f"{what}: {len(tokens)} tokens of response, {len(logprobs)} log-probabilities, a mask of {len(sampled)}")
-    return _runs(what, prompt, tokens, sampled, logprobs)
+    return _runs(what, prompt, tokens, sampled, logprobs, experts)
 
 
-def _texts(what: str, prompts: tuple[Any, Any], responses: tuple[Any, Any], sampled: Any, logprobs: Any) -> list[Text]:
+def _texts(
+    what: str, prompts: tuple[Any, Any], responses: tuple[Any, Any], sampled: Any, logprobs: Any, experts: Any = None
+) -> list[Text]:
     """Padded tensors and their masks, row by row."""
     if not responses[0].shape == responses[1].shape == sampled.shape == logprobs.shape:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (*responses, sampled, logprobs))
@@ -135,14 +195,19 @@ def _texts(what: str, prompts: tuple[Any, Any], responses: tuple[Any, Any], samp
         prompt = prompts[0][row][prompts[1][row]].tolist()
         keep = responses[1][row]
         columns = (tensor[row][keep].tolist() for tensor in (responses[0], sampled, logprobs.float()))
-        texts += _runs(f"{what}: row {row}", prompt, *columns)
+        texts += _runs(f"{what}: row {row}", prompt, *columns, None if experts is None else experts[row])
     return texts
 
 
-def _runs(what: str, before: list[int], tokens: list[int], sampled: list[Any], logprobs: list[float]) -> Iterator[Text]:
+def _runs(
+    what: str, before: list[int], tokens: list[int], sampled: list[Any], logprobs: list[float], experts: Any = None
+) -> Iterator[Text]:
     """The runs of tokens that were sampled, each behind all that stands before it."""
     if not before:
         raise ValueError(f"{what}: the prompt is empty")
+    rows = None if experts is None else _lists(experts, what)
+    if rows is not None and len(before) + len(tokens) - len(rows) not in (0, 1):
+        raise ValueError(f"{what}: experts of {len(rows)} tokens; there are {len(before)} + {len(tokens)}, of which the last has none")
     at = 0
     while at < len(tokens):
         end = at
@@ -153,7 +218,9 @@ def _runs(what: str, before: list[int], tokens: list[int], sampled: list[Any], l
             for place, value in enumerate(values):
                 if not math.isfinite(value):
                     raise ValueError(f"{what}: token {at + place} of the response has the log-probability {value}")
-            yield before + tokens[:at], tokens[at:end], values
+            # Nothing is computed of a last token.
+            of = () if rows is None else (rows[: len(before) + end - 1],)
+            yield (before + tokens[:at], tokens[at:end], values, *of)
         at = end
 
 
@@ -182,10 +249,23 @@ def write(
     settings = json.loads(settings_of(sampling or {}, temperature))
     if rope_length is not None:
         first["rope_length"] = rope_length
+    # Whoever reads them looks whether they are experts of the model.
+    experts = [_lists(text[3], f"text {number}") for number, text in enumerate(texts) if len(text) > 3]
+    forms = {(len(token), len(token[0])) for rows in experts for token in rows}
+    if len(forms) > 1:
+        raise ValueError(f"routed experts: there are some of {sorted(forms)} layers and experts; records of one model are written")
+    most = max((max(row) for rows in experts for token in rows for row in token), default=0)
+    code = "b" if most < 128 else "h" if most < 32768 else "i"
+    if forms:
+        dtype, (layers, chosen) = {"b": "int8", "h": "int16", "i": "int32"}[code], forms.pop()
+        first["routed_experts"] = {"dtype": dtype, "layers": layers, "chosen": chosen}
     lines = [json.dumps(first)]
-    for number, (prompt, tokens, logprobs) in enumerate(texts):
+    for number, (prompt, tokens, logprobs, *of) in enumerate(texts):
         limit = len(prompt) + len(tokens)
         line = {"sequence": number, "limit": limit, "prompt_tokens": prompt, "tokens": tokens, "logprobs": logprobs}
+        if of and "routed_experts" in first:
+            each = [max(expert, -1) for token in _lists(of[0], f"text {number}") for row in token for expert in row]
+            line["routed_experts"] = base64.b64encode(struct.pack(f"<{len(each)}{code}", *each)).decode()
         lines.append(json.dumps(line if sampling is None else {**line, "sampling": settings}))
     text = "\n".join(lines) + "\n"
     part = f"{os.fspath(out)}.part"
@@ -232,7 +312,7 @@ def main() -> int:
     except (OSError, ValueError) as e:
         print(f"samebits.adapters: {e}", file=sys.stderr)
         return 2
-    print(f"{sum(len(tokens) for _, tokens, _ in texts)} log-probabilities of {len(texts)} texts")
+    print(f"{sum(len(text[1]) for text in texts)} log-probabilities of {len(texts)} texts")
     return 0
 
 

@@ -69,6 +69,15 @@ def array(values: list[Any], dtype: str) -> Any:
     return numpy.array(values, dtype=dtype)
 
 
+def narrow(layers: int, chosen: int, each: list[int]) -> Any:
+    """Experts `[tokens, layers, chosen]` as the narrowest integers that hold them; without numpy as lists."""
+    most = max(each, default=0)
+    rows = [each[at : at + chosen] for at in range(0, len(each), chosen)]
+    rows = [rows[at : at + layers] for at in range(0, len(rows), layers)]
+    found = array(rows, "int8" if most < 128 else "int16" if most < 32768 else "int32")
+    return found.reshape(-1, layers, chosen) if hasattr(found, "reshape") else found
+
+
 @dataclass(frozen=True)
 class Sample:
     """A text that has ended."""
@@ -101,6 +110,8 @@ class Sample:
     """The name of the adapter that it was made with."""
     adapter_sha256: str | None = field(repr=False, default=None)
     """SHA-256 of that adapter."""
+    experts: Any = field(repr=False, default=None)
+    """Where they are recorded, the experts of all tokens but the last, `[tokens - 1, mixtures, chosen]`: int8, int16 or int32."""
 
 
 def divisor(temperature: float) -> float:
@@ -188,10 +199,11 @@ class Stream(Iterator[Token]):
         self._open, self._process = True, os.getpid()
 
     def _sample(self, sequence: int, text: tuple) -> Sample:
-        prompt, limit, tokens, logprobs, stop = text
+        prompt, limit, tokens, logprobs, stop, experts = text
         of = self._prompts[prompt]
         made = array(tokens, "int32"), array(logprobs, "float32")
-        return Sample(sequence, prompt, of, *made, stop, limit, *self._of, *self._adapters[prompt])
+        experts = None if experts is None else narrow(*experts)
+        return Sample(sequence, prompt, of, *made, stop, limit, *self._of, *self._adapters[prompt], experts)
 
     def __next__(self) -> Token:
         while not self._told:
@@ -240,6 +252,9 @@ class Engine:
     `adapters` are folders of PEFT by name, low-rank adapters that stand beside the model: texts with different ones, and without
     one, are made in the same steps, and none has other bits for it.
 
+    `storage` is the contract for how a folder's weights may be stored: "ws2" also admits floats of 8 bits with a scale for each
+    block, which are rounded to `dtype` as all others are.
+
     What is passed by of a folder (fields that no code reads, or whose value asks for nothing; buffers) is named once, in a warning;
     with `strict` it is a ValueError.
 
@@ -260,6 +275,7 @@ class Engine:
         share_prompts: bool = True,
         rope_length: int | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+        storage: str = "ws1",
         strict: bool = False,
     ) -> None:
         if isinstance(model, (str, os.PathLike)):
@@ -271,7 +287,7 @@ class Engine:
             tensors = tensors_of(model, _native.family(text, folder))
         how = (batch, chunk, page_size, page_order, share_prompts, rope_length)
         beside = [(name, os.fspath(place)) for name, place in (adapters or {}).items()]
-        self._native = _native.Engine(tensors, dtype, text, folder, *how, beside)
+        self._native = _native.Engine(tensors, dtype, text, folder, *how, beside, storage)
         self._family = _native.family(text, folder)
         name_passed(self._native.passed(), folder, strict)
         self.dtype = dtype
@@ -301,6 +317,7 @@ class Engine:
         ignore_eos: bool = False,
         first: int = 0,
         adapter: Any = ...,
+        experts: bool = False,
     ) -> Stream:
         """Asks for `n` texts behind each prompt, and gives their tokens as they are made.
 
@@ -319,6 +336,8 @@ class Engine:
 
         `adapter` is the name of one of the engine's, None for the model without, or a list with one for each prompt; without it all
         texts have the only one, where there is one.
+
+        With `experts` a sample has those that each token went through, by all mixtures of experts in the order of their blocks.
         """
         found = self.tokens(prompts)
         settings = asked(
@@ -337,6 +356,7 @@ class Engine:
         stops = [stop] if isinstance(stop, str) else list(stop)
         told = {**settings, "temperature": float(temperature), "stop": stops}
         told["stop_token_ids"] = [int(token) for token in stop_token_ids]
+        told["experts"] = bool(experts)
         if adapter is not ...:
             told["adapter"] = adapter if adapter is None or isinstance(adapter, str) else list(adapter)
         with self._lock:

@@ -2643,6 +2643,7 @@ def draw(
 def route(
     logits: T,
     bias: T | None = None,
+    experts: T | None = None,
     *,
     chosen: int = 1,
     scoring: Literal["softmax", "sigmoid", "sparsemixer"] = 'softmax',
@@ -2662,6 +2663,7 @@ def route(
     Inputs:
         logits[T,E]: bf16, fp16 or fp32
         bias[E]: bf16, fp16 or fp32, optional
+        experts[T,K]: i32; in each row `chosen` of 0 to E - 1, none twice, or -1 alone, optional
 
     Attributes:
         chosen (1): how many experts a token has; a whole number of at least 1
@@ -2682,7 +2684,7 @@ def route(
         weight[T,E]: fp32
 
     Raises:
-        ValueError: another shape, dtype, stride or range; `groups` that do not divide E; `top_groups` that do not hold `chosen`; `top_two` of groups of one; E beyond i32
+        ValueError: another shape, dtype, stride or range; `groups` that do not divide E; `top_groups` that do not hold `chosen`; `top_two` of groups of one; E beyond i32; `experts` outside 0..E, or twice the same in a row
         NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """

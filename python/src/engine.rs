@@ -4,19 +4,25 @@ use crate::model::{Views, config_of, locked, refused, released, rope_length};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use samebits_models::{Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, Serving};
+use samebits_models::{
+    Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, Serving, StorageContract,
+};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Mutex;
 
-/// A text, where it has ended: prompt, limit, tokens, log-probabilities, why it ended.
-type Ended = (usize, usize, Vec<i32>, Vec<f32>, &'static str);
+/// Experts of tokens: layers, experts chosen in each, and all of them.
+type OfTokens = (usize, usize, Vec<i32>);
+
+/// A text, where it has ended: prompt, limit, tokens, log-probabilities, why it ended, and its experts where they are recorded.
+type Ended = (usize, usize, Vec<i32>, Vec<f32>, &'static str, Option<OfTokens>);
 
 /// Of a text: its number, the next token and its log-probability, and the text where it has ended.
 type Told = (usize, Option<(i32, f32)>, Option<Ended>);
 
 fn ended(sample: Sample) -> Ended {
-    (sample.prompt, sample.limit, sample.tokens, sample.logprobs, sample.stop.name())
+    let experts = sample.experts.map(|experts| (experts.layers, experts.chosen, experts.each));
+    (sample.prompt, sample.limit, sample.tokens, sample.logprobs, sample.stop.name(), experts)
 }
 
 /// Settings from their JSON.
@@ -58,7 +64,7 @@ impl Engine {
 impl Engine {
     /// By a folder alone, or by tensors with the text of a config.json or a folder.
     #[new]
-    #[pyo3(signature = (tensors, dtype, config, folder, batch, chunk, page_size, page_order, share_prompts, length, adapters))]
+    #[pyo3(signature = (tensors, dtype, config, folder, batch, chunk, page_size, page_order, share_prompts, length, adapters, storage))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -73,7 +79,9 @@ impl Engine {
         share_prompts: bool,
         length: Option<usize>,
         adapters: Vec<(String, PathBuf)>,
+        storage: &str,
     ) -> PyResult<Engine> {
+        let contract: StorageContract = storage.parse().map_err(refused)?;
         let precision: Precision = dtype.parse().map_err(refused)?;
         let page_order: PageOrder = page_order.parse().map_err(refused)?;
         let serving = Serving { batch, chunk, page_size, page_order, share_prompts };
@@ -83,7 +91,7 @@ impl Engine {
             let model = match &tensors {
                 None => {
                     let folder = folder.as_deref().expect("it is given");
-                    let model = samebits_models::Model::load_rounded(folder, precision, cpu)?;
+                    let model = samebits_models::Model::load_rounded(folder, precision, contract, cpu)?;
                     match length {
                         Some(length) => model.with_rope_length(RopeLength::Declared(length))?,
                         None => model,

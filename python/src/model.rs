@@ -12,7 +12,8 @@ use pyo3::types::PyDict;
 use samebits_contract::atomic_write::AtomicFile;
 use samebits_contract::wire::write_tensors;
 use samebits_models::{
-    AdapterChoice, Config, GradientRun, ModelError, Partial, Precision, Ruled, Run, Sampled, SamplingRule,
+    AdapterChoice, Config, Experts, Flips, GradientRun, ModelError, Partial, Precision, Recorded, Ruled, Run, Sampled,
+    SamplingRule,
 };
 use samebits_ops::{Cpu, DType, TensorRef, bf16, f16};
 use std::collections::BTreeMap;
@@ -20,8 +21,19 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-/// What log-probabilities are those of: all tokens at a temperature; or for each sequence its settings as JSON, and how many of its
-/// tokens are the prompt.
+/// Experts that were recorded of a sequence: layers, experts chosen in each, all of them, and whether they are replayed.
+type OfSequence = (usize, usize, Vec<i32>, bool);
+
+/// How many choices of experts are others than recorded, and of how many; None where none were recorded.
+type Flipped = Option<(usize, usize)>;
+
+fn flipped(each: &[Option<Flips>]) -> Flipped {
+    let [flips, choices] = Flips::sum(each.iter().flatten());
+    each.iter().any(Option::is_some).then_some((flips, choices))
+}
+
+/// What log-probabilities are those of: all tokens at a temperature; or for each sequence its settings as JSON, how many of its
+/// tokens are the prompt, and the experts that were recorded of it.
 enum Drawn {
     At(f64),
     By(Vec<Ruled>),
@@ -43,11 +55,13 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Drawn {
         if let Ok(temperature) = given.extract::<f64>() {
             return Ok(Drawn::At(temperature));
         }
-        let each = given.extract::<Vec<(String, usize)>>()?;
-        let ruled = |(settings, prompt): (String, usize)| {
+        let each = given.extract::<Vec<(String, usize, Option<OfSequence>)>>()?;
+        let ruled = |(settings, prompt, experts): (String, usize, Option<OfSequence>)| {
             let mut rule = SamplingRule::default();
             rule.read(&object(&settings)?).map_err(refused)?;
-            Ok(Ruled { rule, prompt })
+            let recorded =
+                |(layers, chosen, each, replay)| Recorded { experts: Experts { layers, chosen, each }, replay };
+            Ok(Ruled { rule, prompt, experts: experts.map(recorded) })
         };
         each.into_iter().map(ruled).collect::<PyResult<Vec<_>>>().map(Drawn::By)
     }
@@ -313,13 +327,13 @@ impl Model {
         drawn: Drawn,
         micro_batch: usize,
         allow_nonfinite: bool,
-    ) -> PyResult<Tensor> {
+    ) -> PyResult<(Tensor, Flipped)> {
         let run = GradientRun { micro_batch, allow_nonfinite, ..GradientRun::default() };
-        let found = locked(py, "logprob", &self.0, |held, cpu| {
-            let found = held.model.logprobs(cpu, &sequences, drawn.sampled(), &run)?;
-            rectangle(&found.iter().map(|row| &row[..]).collect::<Vec<_>>(), None)
-        });
-        Ok(lent(found?))
+        let (found, flips) = locked(py, "logprob", &self.0, |held, cpu| {
+            let (found, flips) = held.model.logprobs(cpu, &sequences, drawn.sampled(), &run)?;
+            Ok((rectangle(&found.iter().map(|row| &row[..]).collect::<Vec<_>>(), None)?, flipped(&flips)))
+        })?;
+        Ok((lent(found), flips))
     }
 
     /// `[sequences, longest, V]`: logits behind each token, zeros behind a sequence.
@@ -397,7 +411,7 @@ impl Accumulator {
         micro_batch: usize,
         recompute: bool,
         allow_nonfinite: bool,
-    ) -> PyResult<(Forward, Tensor)> {
+    ) -> PyResult<(Forward, Tensor, Flipped)> {
         let run = GradientRun { micro_batch, recompute, allow_nonfinite, ..GradientRun::default() };
         let (forward, logprob) = locked(py, "logprob", &self.0, |sums, cpu| {
             let sums = sums.as_mut().ok_or_else(|| gone(READ))?;
@@ -406,7 +420,8 @@ impl Accumulator {
             let logprob = rectangle(&forward.logprob.iter().map(|row| &row[..]).collect::<Vec<_>>(), None)?;
             Ok((forward, logprob))
         })?;
-        Ok((Forward(Mutex::new(Some(forward))), lent(logprob)))
+        let flips = flipped(&forward.flips);
+        Ok((Forward(Mutex::new(Some(forward))), lent(logprob), flips))
     }
 
     /// Goes back through a forward from `dlogprob[sequences, longest]`, f32.

@@ -261,3 +261,47 @@ def test_tokens_are_those_of_the_tokenizer(tmp_path, pre):
         assert wanted
         (sample,) = engine.generate([text], 1, max_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
         assert list(sample.prompt_tokens) == wanted, text
+
+
+def test_tokens_are_those_of_sentencepiece(tmp_path):
+    """Byte pairs over characters, trained here, whose merges a file tells by scores."""
+    space, special = "\u2581", ["<unk>", "<s>", "</s>"]
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(space), normalizers.Replace(" ", space)])
+    numbers = [f"<0x{i:02X}>" for i in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special + numbers, initial_alphabet=[])
+    tokenizer.train_from_iterator([text for text in TEXTS[:3] for _ in range(4)] + ["hello world and tabs"] * 9, trainer)
+    trained = json.loads(tokenizer.to_str())["model"]
+    vocab = sorted(trained["vocab"], key=trained["vocab"].get)
+    scores = dict.fromkeys(vocab, -1e4)
+    for rank, merge in enumerate(trained["merges"]):
+        scores["".join(merge if isinstance(merge, list) else merge.split(" "))] = -float(rank)
+    kinds = [2 if t == "<unk>" else 3 if t in special else 6 if t in numbers else 1 for t in vocab]
+
+    def encoded(text):
+        """As SentencePiece does: the two neighbours whose union has the best score become one, the first of equals."""
+        pieces = list(space + text.replace(" ", space))
+        while True:
+            unions = [scores.get(a + b, -np.inf) if a + b not in numbers else -np.inf for a, b in zip(pieces, pieces[1:])]
+            if not unions or max(unions) == -np.inf:
+                break
+            at = int(np.argmax(unions))
+            pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+        of_bytes = [[piece] if piece in scores else [f"<0x{b:02X}>" for b in piece.encode()] for piece in pieces]
+        return [1] + [trained["vocab"][piece] for piece in sum(of_bytes, [])]
+
+    def more(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(vocab)
+        writer.add_token_scores([scores[token] for token in vocab])
+        writer.add_token_types(kinds)
+        writer.add_bos_token_id(1)
+        writer.add_unk_token_id(0)
+
+    file = tmp_path / "model.gguf"
+    write("llama", "F32", file, tmp_path / "folder", more=more)
+    engine = samebits.Engine(file, dtype="bf16")
+    assert len(trained["merges"]) > 50
+    for text in TEXTS:
+        (sample,) = engine.generate([text], 1, max_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
+        assert list(sample.prompt_tokens) == encoded(text), text

@@ -274,3 +274,47 @@ def test_every_verb_takes_it(tmp_path):
     (samples, weights), (wanted, plain) = said
     assert samples == wanted and weights.keys() == plain.keys()
     assert all(same(weights[name], plain[name]) for name in plain)
+
+
+def of_float8(folder, plain, change=lambda tensors: None):
+    """The checkpoint qwen3 with projections of e4m3 in blocks of 32 rows and 48 columns, and as the numbers that they are."""
+    tensors, wide = {}, {}
+    torch.manual_seed(2)
+    for name, x in load_file(CHECKPOINTS / "qwen3" / "model.safetensors").items():
+        wide[name] = x.float()
+        if not name.endswith("_proj.weight"):
+            tensors[name] = x
+            continue
+        rows, columns = x.shape
+        scales = torch.rand(-(-rows // 32), -(-columns // 48)) / 100
+        spread = scales.repeat_interleave(32, 0)[:rows].repeat_interleave(48, 1)[:, :columns]
+        tensors[name], tensors[f"{name}_scale_inv"] = (x.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn), scales
+        wide[name] = tensors[name].float() * spread
+    change(tensors)
+    config = json.loads((CHECKPOINTS / "qwen3" / "config.json").read_text())
+    said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 48]}
+    for where, what, more in [(folder, tensors, {"quantization_config": said}), (plain, wide, {})]:
+        where.mkdir()
+        save_file(what, where / "model.safetensors")
+        (where / "config.json").write_text(json.dumps(config | more))
+
+
+def test_floats_of_8_bits_are_storage_under_the_second_contract(tmp_path):
+    folder, plain = tmp_path / "folder", tmp_path / "plain"
+    of_float8(folder, plain)
+    for dtype in ["fp32", "bf16"]:
+        found = told(samebits.Engine(folder, dtype=dtype, storage="ws2").generate(PROMPTS, 2, **HOW))
+        assert found == told(samebits.Engine(plain, dtype=dtype).generate(PROMPTS, 2, **HOW)) and len(found) == 4
+    with pytest.raises(ValueError, match="contract ws1 refuses; ws2 admits"):
+        samebits.Engine(folder, dtype="bf16")
+    with pytest.raises(ValueError, match="there are ws1 and ws2"):
+        samebits.Engine(folder, dtype="bf16", storage="ws3")
+    for i, (change, why) in enumerate([
+        (lambda t: t.pop("model.layers.0.mlp.up_proj.weight_scale_inv"), "up_proj.weight_scale_inv beside it"),
+        (lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1)}), "ask for"),
+        (lambda t: t["model.layers.0.mlp.up_proj.weight"].view(torch.uint8)[0].fill_(0x7F), "NaN"),
+    ]):  # fmt: skip
+        of_float8(tmp_path / f"bad{i}", tmp_path / f"plain{i}", change)
+        with pytest.raises(ValueError, match="up_proj") as said:
+            samebits.Engine(tmp_path / f"bad{i}", dtype="bf16", storage="ws2")
+        assert why in str(said.value)

@@ -22,6 +22,8 @@ pub enum Holds {
     /// Rows over this axis, the last one of the input, in which each rank from 0 to `chosen` - 1 stands once, and -1
     /// elsewhere.
     Ranks(&'static str),
+    /// In each row `chosen` entries of this axis, none twice, or -1 alone: none are named.
+    Choices(&'static str),
     /// A number of entries: 0 to the product of these axes.
     Length(&'static [&'static str]),
     /// A border between entries of this axis: 0 to its extent.
@@ -52,6 +54,7 @@ impl Holds {
             Holds::Position => (0, i64::from(i32::MAX)),
             Holds::Below(axis) | Holds::Distinct(axis) | Holds::Pages { pages: axis, .. } => (0, extent(axis) - 1),
             Holds::BelowOrIgnored(axis) => (i64::from(i32::MIN), extent(axis) - 1),
+            Holds::Choices(axis) => (-1, extent(axis) - 1),
             Holds::Ranks(_) => (-1, i64::try_from(call.count("chosen")).unwrap_or(i64::MAX) - 1),
             Holds::Length(axes) => (0, axes.iter().fold(1, |product, axis| extent(axis).saturating_mul(product))),
             Holds::Place(axis) | Holds::Starts(axis) => (0, extent(axis)),
@@ -96,6 +99,15 @@ pub fn check_indexes<'a>(call: &Call, integers: impl Fn(&str) -> Option<&'a [i32
             };
             if let Some(row) = values.chunks(extent.max(1)).position(|row| !whole(row)) {
                 let rule = format!("row {row} must have each rank from 0 to {largest} once, and -1 elsewhere");
+                return Err(Error::Invalid(format!("input `{}`: {rule}", input.name)));
+            }
+        }
+        if let Holds::Choices(_) = input.holds {
+            let whole =
+                |row: &[i32]| row.iter().all(|entry| *entry == -1) || !row.contains(&-1) && repeated(row).is_none();
+            if let Some(row) = values.chunks(call.count("chosen")).position(|row| !whole(row)) {
+                let rule =
+                    format!("row {row} must name {} entries, none twice, or hold -1 alone", call.count("chosen"));
                 return Err(Error::Invalid(format!("input `{}`: {rule}", input.name)));
             }
         }

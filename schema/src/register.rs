@@ -122,6 +122,10 @@ impl Op {
                 held(last, "ranks are along the last axis, and `chosen` says how many")?;
                 vec![axis]
             }
+            Holds::Choices(axis) => {
+                held(self.attribute("chosen").is_some(), "`chosen` says how many entries rows name")?;
+                vec![axis]
+            }
             Holds::Length(axes) => axes.to_vec(),
             Holds::Pages { pages, size, lengths } => {
                 let lengths = self.input(lengths).is_some_and(|input| !input.is_float());

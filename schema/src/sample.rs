@@ -133,6 +133,14 @@ pub fn integers(call: &Call, holds: Holds, len: usize, random: &mut Random) -> V
         let row: Vec<i32> = (0..call.dim(axis) as i64).map(|i| if i <= largest { i as i32 } else { -1 }).collect();
         return (0..len / row.len()).flat_map(|_| shuffled(row.clone(), random)).collect();
     }
+    if let Holds::Choices(axis) = holds {
+        let (chosen, all) = (call.count("chosen"), (0..call.dim(axis) as i32).collect::<Vec<_>>());
+        let mut row = || match random.below(4) {
+            0 => vec![-1; chosen],
+            _ => shuffled(all.clone(), random)[..chosen].to_vec(),
+        };
+        return (0..len / chosen).flat_map(|_| row()).collect();
+    }
     // Small ones: positions beyond all keys and targets far below 0 say nothing more.
     let (least, largest) = (least.max(-3), largest.clamp(0, 40));
     let mut all: Vec<i32> =

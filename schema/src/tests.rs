@@ -57,6 +57,7 @@ fn a_form_that_is_not_whole_is_refused() {
         ),
         (Op { inputs: kept([X[0], index("at", &["R"], PAGES)]), ..OP }, "the lengths of its pages"),
         (Op { inputs: kept([X[0], index("at", &["R", "N"], RANKS)]), ..OP }, "`chosen`"),
+        (Op { inputs: kept([X[0], index("at", &["R", "N"], Holds::Choices("N"))]), ..OP }, "`chosen`"),
         (Op { outputs: kept([Output::out("y", &["R", "V"])]), ..OP }, "an axis is not bound"),
         (Op { outputs: kept([Output::out("y", &["N"])]), ..OP }, "its rows"),
         (Op { outputs: kept([Y[0].rows(3)]), ..OP }, "its rows"),
@@ -379,6 +380,18 @@ fn integers_are_held_to_their_axes() {
             ranks(all).unwrap_err(),
             "input `rank`: row 1 must have each rank from 0 to 1 once, and -1 elsewhere"
         );
+    }
+
+    let choices = |experts: &'static [i32]| {
+        let inputs = [("logits", DType::Fp32, &[2, 3][..]), ("experts", DType::I32, &[2, 2])];
+        let call = call("route", &[("chosen", "2")], &inputs, DType::Fp32).unwrap();
+        check_indexes(&call, |name| Some(experts).filter(|_| name == "experts")).map_err(|e| e.to_string())
+    };
+    assert_eq!(choices(&[2, 0, -1, -1]), Ok(()));
+    assert_eq!(choices(&[2, 0, 1, 3]).unwrap_err(), "input `experts`: element 3 is 3; use -1 to 2");
+    for experts in [&[0, 1, 2, 2], &[0, 1, 1, -1], &[0, 1, -1, 0]] {
+        let rule = "input `experts`: row 1 must name 2 entries, none twice, or hold -1 alone";
+        assert_eq!(choices(experts).unwrap_err(), rule);
     }
 
     // Two sequences on three pages of two rows; the second table entry of the second one is not reached.

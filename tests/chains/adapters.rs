@@ -4,8 +4,8 @@ use super::{SERVINGS, checkpoint, rollout, samebits};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use samebits_models::{
-    AdapterChoice, Batch, Engine, GradientRun, Loss, Model, ModelError, Padding, PageOrder, Precision, Probe, Run,
-    Sampled, Sampling, SamplingRule, Schedule, Seen, Serving,
+    AdapterChoice, Batch, Engine, GradientRun, Loss, Model, ModelError, ModelFolder, Padding, PageOrder, Precision,
+    Probe, Run, Sampled, Sampling, SamplingRule, Schedule, Seen, Serving,
 };
 use samebits_ops::{Attributes, Backend, Cpu, DType, Isa, Tensor, TensorRef};
 use serde_json::{Value, json};
@@ -101,8 +101,9 @@ fn adapters_are_those_of_peft() {
             assert!(found < bound, "{name}: {tensor}: {found:e}");
             worst = worst.max(found);
         }
-        let places = (&*super::checkpoint(checkpoint), &*folder(name));
-        let merged = Model::load_merged(places, Precision::Fp32, &cpu, |_, _| ()).unwrap();
+        let (dir, adapter) = (super::checkpoint(checkpoint), folder(name));
+        let whole = ModelFolder { merged: Some(&adapter), ..ModelFolder::of(&dir) };
+        let merged = Model::open(&whole, Precision::Fp32, &cpu, |_, _| ()).unwrap();
         assert_eq!(merged.merged(), model.adapters().next().map(|(_, sha256)| sha256));
         let merged = apart(&merged.forward_run(&cpu, &given, Run::default()).unwrap(), &values("logits.fp32"));
         assert!(merged < bound, "{name}: merged {merged:e}");

@@ -201,7 +201,7 @@ fn the_library_refuses_what_is_not_finite() {
     let (run, allowed) = (GradientRun::default(), GradientRun { allow_nonfinite: true, ..GradientRun::default() });
     assert_eq!(refused(model().logprobs(&cpu, &sequences, Sampled::At(1.0), &run).map(drop)), (0, 0));
     let made = model().logprobs(&cpu, &sequences, Sampled::At(1.0), &allowed).unwrap();
-    assert!(made.iter().flatten().any(|v| !v.is_finite()));
+    assert!(made.0.iter().flatten().any(|v| !v.is_finite()));
     assert_eq!(
         refused(model().score(&cpu, &[(&[1], &[2], &SamplingRule::default())], Default::default()).map(drop)),
         (0, 0)

@@ -92,7 +92,8 @@ fn texts_that_are_sampled_in_different_ways_are_scored_the_same() {
 fn training_finds_them_again(model: &Model, each: &[(Vec<i32>, Sampling)], samples: &[Sample]) {
     let cpu = Cpu::best();
     let sequences: Vec<Vec<i32>> = samples.iter().map(|s| [&each[s.prompt].0[..], &s.tokens].concat()).collect();
-    let ruled = |s: &Sample| Ruled { rule: each[s.prompt].1.rule.clone(), prompt: each[s.prompt].0.len() };
+    let ruled =
+        |s: &Sample| Ruled { rule: each[s.prompt].1.rule.clone(), prompt: each[s.prompt].0.len(), experts: None };
     let rules: Vec<Ruled> = samples.iter().map(ruled).collect();
     let sampled = Sampled::By(&rules);
     let old: Vec<Vec<f32>> =
@@ -123,7 +124,7 @@ fn training_finds_them_again(model: &Model, each: &[(Vec<i32>, Sampling)], sampl
         // All are left by a top_k as large as the vocabulary: two ways to the same bits.
         let all = |top_k| {
             let rule = SamplingRule { top_k, ..SamplingRule::at(0.8) };
-            rules.iter().map(|ruled| Ruled { rule: rule.clone(), ..*ruled }).collect::<Vec<_>>()
+            rules.iter().map(|ruled| Ruled { rule: rule.clone(), ..ruled.clone() }).collect::<Vec<_>>()
         };
         let (whole, plain) = (all(model.config().vocab), all(0));
         let at = made(Sampled::At(0.8), run);
@@ -136,14 +137,14 @@ fn training_finds_them_again(model: &Model, each: &[(Vec<i32>, Sampling)], sampl
     }
     // What they are not of is refused by its place.
     let narrow: Vec<Ruled> =
-        rules.iter().map(|r| Ruled { rule: SamplingRule { top_k: 1, ..r.rule.clone() }, ..*r }).collect();
+        rules.iter().map(|r| Ruled { rule: SamplingRule { top_k: 1, ..r.rule.clone() }, ..r.clone() }).collect();
     let loss = Loss::Policy { advantages: &advantages, old_logprob: &old, low: 0.2, high: 0.2, entropy: 0.0 };
     let batch = Batch { sequences: &sequences, count: &count, loss, sampled: Sampled::By(&narrow), groups: 1 };
     let line = model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).err().unwrap().to_string();
     assert!(line.contains("\"top_k\":1") && line.contains("leave out token "), "{line}");
     // A token that does not count may be one of them: text of a tool among what was sampled.
     let rule = SamplingRule { allowed_tokens: Some(vec![4, 7]), ..SamplingRule::at(0.7) };
-    let sampled = Sampled::By(&[Ruled { rule, prompt: 1 }]);
+    let sampled = Sampled::By(&[Ruled { rule, prompt: 1, experts: None }]);
     let (sequences, count) = ([vec![3, 4, 5, 7]], [vec![0, 1, 0, 1]]);
     let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, sampled, groups: 1 };
     let found = model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap();

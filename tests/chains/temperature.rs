@@ -36,16 +36,16 @@ fn a_rollout_is_on_policy_at_its_own_temperature_alone() {
             let of = |prompt: usize, tokens: &[i32]| [&prompts[prompt][..], tokens].concat();
             let sequences: Vec<Vec<i32>> = samples.iter().map(|s| of(s.prompt, &s.tokens)).collect();
             let run = GradientRun { micro_batch: 3, ..GradientRun::default() };
-            let trained = model.logprobs(&cpu, &sequences, Sampled::At(temperature), &run).unwrap();
+            let trained = model.logprobs(&cpu, &sequences, Sampled::At(temperature), &run).unwrap().0;
             let sampled = |b: usize| prompts[samples[b].prompt].len()..sequences[b].len();
             for (b, sample) in samples.iter().enumerate() {
                 assert_eq!(bits(&trained[b][sampled(b)]), bits(&sample.logprobs), "{name} at {temperature}");
             }
-            let other = model.logprobs(&cpu, &sequences, Sampled::At(1.25), &run).unwrap();
+            let other = model.logprobs(&cpu, &sequences, Sampled::At(1.25), &run).unwrap().0;
             assert!(other != trained, "{name}: the temperature is seen");
             // The likeliest tokens have the log-probabilities of 1.
             let same = if temperature == 0.0 { 1.0 } else { temperature };
-            assert!(model.logprobs(&cpu, &sequences, Sampled::At(same), &run).unwrap() == trained);
+            assert!(model.logprobs(&cpu, &sequences, Sampled::At(same), &run).unwrap().0 == trained);
             let count: Vec<Vec<i32>> = (0..sequences.len())
                 .map(|b| (0..sequences[b].len()).map(|t| i32::from(sampled(b).contains(&t))).collect())
                 .collect();

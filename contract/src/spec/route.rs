@@ -37,11 +37,31 @@ pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
             values[0] = kind[0];
         }
     }
+    let named = maker.has("experts").then(|| named(&logits, e, maker.count("chosen", 1)));
     let mut inputs = maker.floats([("logits", vec![t, e], logits)]);
+    inputs.extend(named.map(|named| ("experts".into(), Tensor::i32(&[t, named.len() / t], named))));
     if maker.shape.contains_key("bias") {
         inputs.extend(maker.floats([("bias", vec![e], maker.values("bias", Fill::Normal, e, e))]));
     }
     inputs
+}
+
+/// Experts that rows name, by turns: the largest but the first, from the smallest on; none; and the smallest, the last first.
+fn named(logits: &[f64], e: usize, chosen: usize) -> Vec<i32> {
+    let of_row = |(row, logits): (usize, &[f64])| {
+        let mut order = order(logits, &mut false, e);
+        order.reverse();
+        let first = match row % 3 {
+            0 => e.saturating_sub(chosen + 1),
+            1 => return vec![-1; chosen],
+            _ => {
+                order[..chosen].reverse();
+                0
+            }
+        };
+        order[first..][..chosen].iter().map(|&expert| expert as i32).collect()
+    };
+    logits.chunks(e).enumerate().flat_map(of_row).collect()
 }
 
 /// Choices closer than this may change places by rounding.
@@ -59,7 +79,8 @@ fn compute(c: &Checked) -> References {
     let limit = limit(c);
     let by_logits = limit.is_some() || c.word("chosen_by") == "logits";
     let (mut ranks, mut weights) = (Vec::new(), Vec::new());
-    for row in c.floats("logits").chunks(e) {
+    let named = c.case.inputs.get("experts").map(|_| c.ints("experts"));
+    for (token, row) in c.floats("logits").chunks(e).enumerate() {
         let scores = if limit.is_some() { row.to_vec() } else { scores(row, sigmoid) };
         let decides = if by_logits { row } else { &scores[..] };
         let choice: Vec<f64> = match &bias {
@@ -68,7 +89,10 @@ fn compute(c: &Checked) -> References {
         };
         let mut doubtful = false;
         let mut open = vec![true; e];
-        if top < groups {
+        let named = named.map(|named| &named[token * chosen..][..chosen]).filter(|named| named[0] >= 0);
+        if let Some(named) = named {
+            open = (0..e as i32).map(|expert| named.contains(&expert)).collect();
+        } else if top < groups {
             let worth: Vec<f64> = choice
                 .chunks(e / groups)
                 .map(|group| {

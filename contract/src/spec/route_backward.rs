@@ -10,7 +10,7 @@ pub(super) const SPEC: Spec = Spec {
     compute,
 };
 
-/// Logits of `route` and the ranks of their largest; of borders, equal logits.
+/// Logits of `route` and the ranks of their largest, unless the case gives others; of borders, equal logits.
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (t, e, chosen) = (maker.dim("T"), maker.dim("E"), maker.count("chosen", 1));
     let wide = Maker { dtype: DType::Fp32, ..*maker };
@@ -26,7 +26,7 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         ranks.extend((0..e).map(|i| order.iter().position(|&taken| taken == i).map_or(-1, |rank| rank as i32)));
     }
     inputs.extend(wide.floats([("dweight", vec![t, e], dweight)]));
-    inputs.insert("rank".into(), Tensor::i32(&[t, e], ranks));
+    inputs.insert("rank".into(), Tensor::i32(&[t, e], maker.ints("rank", ranks)));
     inputs
 }
 

@@ -832,7 +832,8 @@ fn gradients_are_finite_differences() {
     for spec in all().iter().filter(of_ops) {
         let forward = find(spec.gradient_of.unwrap()).unwrap();
         let mut inputs: BTreeMap<&str, Tensor> = BTreeMap::new();
-        for input in forward.inputs.iter().chain(spec.inputs) {
+        let is_choice = |input: &&samebits_schema::Input| matches!(input.holds, Holds::Choices(_));
+        for input in forward.inputs.iter().chain(spec.inputs).filter(|input| !is_choice(input)) {
             // Rows of x for three experts of each of three tokens.
             let extent = |axis: &str| match axis {
                 // Two channels to a group on either side, and windows of two taps.
@@ -872,6 +873,13 @@ fn gradients_are_finite_differences() {
         inputs.remove("offset");
         for params in params_of(spec) {
             differences(spec, forward, params, inputs.clone());
+            if let Some(input) = forward.inputs.iter().find(is_choice) {
+                // Also of others than the likeliest.
+                let chosen: usize = params.iter().find(|(name, _)| *name == "chosen").unwrap().1.parse().unwrap();
+                let named = (0..3 * chosen).map(|i| ((i / chosen + i % chosen) % 3) as i32).collect();
+                let named = [(input.name, Tensor::i32(&[3, chosen], named))];
+                differences(spec, forward, params, inputs.clone().into_iter().chain(named).collect());
+            }
         }
     }
 }

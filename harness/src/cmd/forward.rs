@@ -98,6 +98,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         page_order: args.page_order,
         allow_nonfinite: args.nonfinite.allow_nonfinite,
         adapters: &[],
+        experts: None,
         probe: writer.as_mut().map(|writer| writer as _),
     };
     let found = model.forward_run(&cpu, &sequences, run).map_err(|e| match tokens.in_file(or_allow(e)) {
@@ -130,6 +131,8 @@ pub struct Tokens {
     /// What else it says of how they were sampled, as `sampling` or by the names of settings; and of each of them alone.
     pub settings: Map<String, Value>,
     pub settings_of_each: Option<Vec<Map<String, Value>>>,
+    /// Whether it asks that experts which it records are chosen.
+    pub replays_experts: bool,
 }
 
 impl Tokens {
@@ -150,6 +153,12 @@ impl Tokens {
         let field = |name: &str| header.metadata().as_ref().and_then(|fields| fields.get(name));
         let rope_length = field("rope_length").map(|text| text.parse());
         let rope_length = rope_length.transpose().context("metadata `rope_length`: it must be a whole number")?;
+        let replay = field("replay").map(String::as_str);
+        ensure!(
+            [None, Some("experts")].contains(&replay),
+            "metadata `replay`: is `{}`; use experts",
+            replay.unwrap_or("")
+        );
         let sampled = ["temperature", "dtype"].map(|name| field(name).cloned());
         let (mut settings, mut settings_of_each) = (Map::new(), None);
         if let Some(text) = field("sampling") {
@@ -211,6 +220,7 @@ impl Tokens {
             sampled,
             settings,
             settings_of_each,
+            replays_experts: replay.is_some(),
         })
     }
 
@@ -274,6 +284,11 @@ impl Tokens {
     pub fn of_sequences<T: Copy>(&self, values: &[T]) -> Vec<Vec<T>> {
         let row = |b: usize| (b * self.len..(b + 1) * self.len).filter(|&i| self.counts(i)).map(|i| values[i]);
         (0..self.batch).map(|b| row(b).collect()).collect()
+    }
+
+    /// The places of the tokens that count, of each sequence.
+    pub fn places_of_sequences(&self) -> Vec<Vec<usize>> {
+        self.of_sequences(&(0..self.tokens.len()).collect::<Vec<_>>())
     }
 
     /// The first place of a sequence whose token does not count and for which `is` holds.

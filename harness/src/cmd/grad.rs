@@ -5,7 +5,7 @@ use anyhow::{Context, Result, ensure};
 use samebits_contract::atomic_write;
 use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
-use samebits_models::{GradientRun, Padding, Precision};
+use samebits_models::{Flips, GradientRun, Padding, Precision};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -17,7 +17,9 @@ use std::process::ExitCode;
 /// of top-k, penalties and so on in `sampling`, one object for all or a list, behind prompts of `prompt_len`, i32 [B], tokens (or up
 /// to the first that counts). A policy at another temperature or of another dtype is refused. With `mask`, i32 [B, T],
 /// only the log-probabilities of tokens at a 1 count, each given the tokens before it; without it all but those of
-/// first tokens do. Writes a safetensors file with the f32 gradient of every parameter under its name in the folder (with
+/// first tokens do. With `routed_experts`, integers [B, T, layers, chosen] that a rollout recorded, the choices in which routers
+/// differ from them are counted (`flips`, i32 [B, T]), and with `replay` = `experts` in the metadata those experts are chosen, and
+/// the router's gradient goes through them. Writes a safetensors file with the f32 gradient of every parameter under its name in the folder (with
 /// --adapter of the matrices of the adapter alone, under theirs),
 /// `loss` [1], `per_sequence` [B] and `logprob` [B, T]. Only the sequences, their order, the loss and --groups decide
 /// its bits: micro-batches, padding, packing, ranks, recomputation, the instruction set, threads and the budget do not.
@@ -138,6 +140,18 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     tensors.insert("loss".into(), Tensor::fp32(&[1], vec![found.loss]));
     tensors.insert("per_sequence".into(), Tensor::fp32(&[batch], found.per_sequence));
     tensors.insert("logprob".into(), Tensor::fp32(&[batch, len], logprob));
+    if found.flips.iter().any(Option::is_some) {
+        // Of the last token of a sequence, which nothing follows, nothing was recorded.
+        let of_sequence = |flips: &Option<Flips>| {
+            let of_token = |choices: &[Option<bool>]| choices.iter().filter(|flip| **flip == Some(true)).count() as f32;
+            flips.iter().flat_map(Flips::tokens).map(of_token).chain([0.0]).collect::<Vec<_>>()
+        };
+        let each: Vec<f32> = found.flips.iter().flat_map(of_sequence).collect();
+        let flips = examples.tokens.spread(&each, 1).into_iter().map(|count| count as i32).collect();
+        tensors.insert("flips".into(), Tensor::i32(&[batch, len], flips));
+        let [flipped, choices] = Flips::sum(found.flips.iter().flatten());
+        eprintln!("{flipped} of {choices} choices of experts are others than recorded");
+    }
     let mut metadata = BTreeMap::from([
         ("rope_length".into(), model.config().longest().to_string()),
         ("temperature".into(), examples.temperature.to_string()),

@@ -1,4 +1,5 @@
 use super::{Folder, Machine, On, counting, place, sampling, warn};
+use crate::experts::Form;
 use anyhow::{Context, Result, bail, ensure};
 use samebits_contract::atomic_write;
 use samebits_models::{AdapterChoice, Encoded, Model, ModelError, PageOrder, Precision, Sample, Sampling, Serving};
@@ -22,7 +23,7 @@ pub struct Args {
     /// Prompts, one in each line. FILE.txt: texts, whatever they look like. FILE.jsonl: {"prompt": "a text"}, {"tokens": [1, 2]}, or
     /// {"messages": [{"role": "user", "content": ".."}]} for the folder's chat template; beside them a line may have settings of
     /// its own: temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias
-    /// ({"17": -2.5}), banned_tokens, allowed_tokens, stop, stop_token_ids; and adapter, the name of an --adapter, null for none
+    /// ({"17": -2.5}), banned_tokens, allowed_tokens, stop, stop_token_ids, experts; and adapter, the name of an --adapter, null for none
     #[arg(long, value_name = "FILE")]
     prompts: PathBuf,
 
@@ -44,6 +45,10 @@ pub struct Args {
     /// Go on behind an eos token
     #[arg(long)]
     ignore_eos: bool,
+
+    /// Also record the experts that each token goes through, for `samebits score`
+    #[arg(long)]
+    experts: bool,
 
     /// bf16, fp16 or fp32
     #[arg(long, default_value = "bf16", value_name = "DTYPE")]
@@ -92,6 +97,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         samples: args.samples,
         max_tokens: args.max_tokens,
         ignore_eos: args.ignore_eos,
+        experts: args.experts,
         ..args.sampling.sampling(1.0)
     };
     sampling.check(model.config())?;
@@ -131,6 +137,10 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     if let Some(sha256) = model.merged() {
         first["merged"] = json!(sha256);
     }
+    let form = Form::of(model.config()).filter(|_| samples.iter().any(|sample| sample.experts.is_some()));
+    if let Some(form) = &form {
+        first["routed_experts"] = json!(form);
+    }
     let mut text = format!("{first}\n");
     for sample in &samples {
         let (prompt, sampling) = &prompts[sample.prompt];
@@ -140,6 +150,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         });
         if !adapters.is_empty() {
             line["adapter"] = json!(adapter_of(&model, sampling)?);
+        }
+        if let (Some(form), Some(experts)) = (&form, &sample.experts) {
+            line["routed_experts"] = json!(form.encode(experts)?);
         }
         text += &format!("{line}\n");
     }

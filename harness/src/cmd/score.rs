@@ -1,9 +1,12 @@
 use super::{Folder, Machine, On, counting, place};
+use crate::experts::Form;
 use crate::mismatch::{Found, check_gates};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use samebits_contract::atomic_write;
 use samebits_contract::mismatch::{self, Threshold};
-use samebits_models::{AdapterChoice, Config, Grouping, Model, PageOrder, Precision, Run, SamplingRule, Schedule};
+use samebits_models::{
+    AdapterChoice, Config, Grouping, Model, PageOrder, Precision, Recorded, Routing, Run, SamplingRule, Schedule,
+};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -45,6 +48,11 @@ pub struct Args {
     #[arg(long, default_value = "ascending", value_name = "ascending|descending|scattered")]
     page_order: PageOrder,
 
+    /// Choose the experts that the rollout records in the place of those that routers choose: with weights of their own scores.
+    /// Choices that would have been others are counted either way
+    #[arg(long)]
+    replay_experts: bool,
+
     /// A gate that must hold; may be given again [default: bitwise; for records of another project, which say `recorded_by`,
     /// nemo-rl]
     #[arg(long, value_name = "NAME")]
@@ -80,6 +88,8 @@ struct First {
     sequences: usize,
     /// The project whose records these are, if it is another one.
     recorded_by: Option<String>,
+    /// How texts hold the experts of their tokens, where they do.
+    routed_experts: Option<Form>,
     /// The adapters of the run by name, and the SHA-256 of each.
     #[serde(default)]
     adapters: BTreeMap<String, String>,
@@ -100,6 +110,10 @@ struct Text {
     sampling: Option<Map<String, Value>>,
     #[serde(skip)]
     rule: SamplingRule,
+    /// The experts of its tokens in base64.
+    routed_experts: Option<String>,
+    #[serde(skip)]
+    experts: Option<Recorded>,
     prompt_tokens: Vec<i32>,
     tokens: Vec<i32>,
     logprobs: Vec<f32>,
@@ -123,14 +137,19 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         bail!("{}:1: has no `rope_length`, which this model's log-probabilities depend on", args.rollout.display());
     }
     check_adapters(args, &first, &model)?;
+    check_experts(args, &texts, &model)?;
     let model = place(model, &cpu, device.as_ref())?;
     let bar = counting(texts.len());
     let (mut found, name) = (Found::default(), dtype.name());
+    let blocks: Vec<usize> = model.config().mixtures().into_iter().map(|mixture| mixture.block).collect();
     for group in texts.chunks(args.batch) {
         let asked: Vec<_> = group.iter().map(|text| (&text.prompt_tokens[..], &text.tokens[..], &text.rule)).collect();
         let choice = |text: &Text| text.adapter.clone().map_or(AdapterChoice::Plain, AdapterChoice::Named);
         let adapters: Vec<AdapterChoice> = group.iter().map(choice).collect();
+        let recorded: Vec<_> = group.iter().map(|text| text.experts.clone()).collect();
+        let mut experts = recorded.iter().any(Option::is_some).then(|| Routing { recorded, own: Vec::new() });
         let run = Run {
+            experts: experts.as_mut(),
             adapters: &adapters,
             schedule: args.schedule,
             grouping: Grouping::Together,
@@ -138,14 +157,22 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             page_order: args.page_order,
             ..Run::default()
         };
-        let scores = model.score(&cpu, &asked, run);
-        for (text, scores) in group.iter().zip(scores.with_context(|| args.rollout.display().to_string())?) {
-            found.add(text.sequence, text.prompt_tokens.len(), &text.tokens, &text.logprobs, &scores);
+        let scores = model.score(&cpu, &asked, run).with_context(|| args.rollout.display().to_string())?;
+        for (i, (text, scores)) in group.iter().zip(scores).enumerate() {
+            let prompt = text.prompt_tokens.len();
+            found.add(text.sequence, prompt, &text.tokens, &text.logprobs, &scores);
+            if let (Some(recorded), Some(Routing { own, .. })) = (&text.experts, &experts) {
+                let flips = recorded.experts.flips(model.config(), &own[i]);
+                found.add_experts((prompt, text.tokens.len()), &flips, &blocks);
+            }
         }
         bar.inc(group.len() as u64);
     }
     bar.finish_and_clear();
     let judged = found.judged(&thresholds, &gates, name);
+    if let Some(gate) = gates.iter().find(|gate| !judged.iter().any(|(line, ..)| line.gate == **gate)) {
+        bail!("--gate {gate}: judges experts, and {} records none", args.rollout.display());
+    }
     if let Some(path) = &args.report {
         let page = found.page(&judged, &args.rollout.display().to_string());
         atomic_write::write(path, page.as_bytes()).with_context(|| format!("--report {}", path.display()))?;
@@ -194,6 +221,19 @@ fn check_adapters(args: &Args, first: &First, model: &Model) -> Result<()> {
     Ok(())
 }
 
+/// Refuses experts that are not the model's: all that is wrong with those of any text, each thing once.
+fn check_experts(args: &Args, texts: &[Text], model: &Model) -> Result<()> {
+    let mut complaints: Vec<String> = Vec::new();
+    for text in texts {
+        let (who, len) = (format!("sequence {}", text.sequence), text.prompt_tokens.len() + text.tokens.len());
+        let checked = text.experts.as_ref().map_or(Ok(()), |of| of.experts.check(model.config(), &who, len));
+        let wrong = checked.err().map(|wrong| wrong.to_string());
+        complaints.extend(wrong.filter(|wrong| !complaints.contains(wrong)));
+    }
+    ensure!(complaints.is_empty(), "{}: {}", args.rollout.display(), complaints.join("; "));
+    Ok(())
+}
+
 /// The texts of a rollout that have tokens.
 fn read(args: &Args) -> Result<(First, Vec<Text>)> {
     let path = args.rollout.display();
@@ -209,13 +249,26 @@ fn read(args: &Args) -> Result<(First, Vec<Text>)> {
         let (tokens, logprobs) = (text.tokens.len(), text.logprobs.len());
         ensure!(tokens == logprobs, "{path}:{}: {tokens} tokens have {logprobs} log-probabilities", i + 1);
         ensure!(!text.prompt_tokens.is_empty(), "{path}:{}: the prompt is empty", i + 1);
+        text.experts =
+            recorded(args, &first, text.routed_experts.as_deref()).with_context(|| format!("{path}:{}", i + 1))?;
         text.rule = rule(&first, text.sampling.as_ref()).with_context(|| format!("{path}:{}", i + 1))?;
         texts.push(text);
     }
     ensure!(texts.len() == first.sequences, "{path}: holds {} of {} texts; it was cut", texts.len(), first.sequences);
     texts.retain(|text| !text.tokens.is_empty());
+    ensure!(
+        !args.replay_experts || texts.iter().any(|text| text.experts.is_some()),
+        "--replay-experts: {path} records none; sample with --experts"
+    );
     ensure!(!texts.is_empty(), "{path}: holds no sampled token; nothing can be compared");
     Ok((first, texts))
+}
+
+/// The experts of a text.
+fn recorded(args: &Args, first: &First, text: Option<&str>) -> Result<Option<Recorded>> {
+    let Some(text) = text else { return Ok(None) };
+    let form = first.routed_experts.as_ref().context("has `routed_experts`, and the first line does not say how")?;
+    Ok(Some(Recorded { experts: form.decode(text)?, replay: args.replay_experts }))
 }
 
 /// How a text says that it was sampled.

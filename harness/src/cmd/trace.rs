@@ -4,7 +4,7 @@ use crate::dump::{Comparison, Reader, Writer, compare};
 use crate::examples::{Examples, LossKind, LossOptions};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::ValueEnum;
-use samebits_models::{GradientRun, Grouping, PageOrder, Precision, Run, Schedule};
+use samebits_models::{GradientRun, Grouping, PageOrder, Precision, Run, Schedule, StorageContract};
 use samebits_ops::{Cpu, Isa};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -62,7 +62,14 @@ impl Args {
     /// The folder of settings.
     fn folder(&self, model: &Path) -> Folder {
         let adapter = self.adapter.iter().cloned().collect();
-        Folder { model: model.into(), adapter, merge_adapter: None, strict: false, rope_length: self.rope_length }
+        Folder {
+            model: model.into(),
+            adapter,
+            merge_adapter: None,
+            storage: StorageContract::Ws1,
+            strict: false,
+            rope_length: self.rope_length,
+        }
     }
 }
 

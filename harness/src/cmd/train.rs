@@ -23,7 +23,7 @@ use std::time::Instant;
 /// Trains a model: steps of AdamW over sequences in logical order
 ///
 /// With --adapter the adapter is trained, in f32 whatever --dtype says, and the model stays: a PEFT folder is written.
-/// Reads sequences as `samebits grad` does; step n has the B that follow those of step n - 1, from the first again
+/// Reads sequences as `samebits grad` does, experts that were recorded too; step n has the B that follow those of step n - 1, from the first again
 /// behind the last. Writes into a folder: steps.jsonl with loss, gradient norm and SHA-256 of all weights of each step,
 /// state.safetensors with weights and moments in f32, and behind the last step a Hugging Face folder's files, or a PEFT
 /// folder's. A run
@@ -183,8 +183,11 @@ fn train(args: &Args) -> Result<ExitCode> {
         let started = Instant::now();
         let report = trainer.advance(&cpu, &picked.batch(args.how.groups), &run, &optimizer, at);
         let report = report.map_err(|e| in_step(e, step_before))?;
-        let StepReport { step, loss, norm, sha256 } = &report;
-        bar.suspend(|| writeln!(std::io::stdout().lock(), "step {step} loss {loss} norm {norm} sha256 {sha256}"))?;
+        let StepReport { step, loss, norm, sha256, flips } = &report;
+        let flips = flips.map_or(String::new(), |[flips, choices]| format!(" flips {flips} of {choices}"));
+        bar.suspend(|| {
+            writeln!(std::io::stdout().lock(), "step {step} loss {loss} norm {norm} sha256 {sha256}{flips}")
+        })?;
         if args.times {
             let (seconds, tokens) = (started.elapsed().as_secs_f64(), picked.tokens());
             let rate = tokens as f64 / seconds.max(1e-9);
@@ -299,8 +302,13 @@ fn settings(args: &Args, trainer: &Trainer, temperature: f64) -> Result<Value> {
 
 /// A line of steps.jsonl.
 fn line(report: &StepReport) -> String {
-    let StepReport { step, loss, norm, sha256 } = report;
-    format!("{}\n", json!({"step": step, "loss": loss, "norm": norm, "sha256": sha256}))
+    let StepReport { step, loss, norm, sha256, flips } = report;
+    let mut line = json!({"step": step, "loss": loss, "norm": norm, "sha256": sha256});
+    if let Some([flips, choices]) = flips {
+        line["flips"] = json!(flips);
+        line["choices"] = json!(choices);
+    }
+    format!("{line}\n")
 }
 
 /// The letters of weights and moments in the state.

@@ -4,17 +4,17 @@ use super::*;
 use serde_json::json;
 
 /// An architecture of GGUF whose layers are known here.
-struct Architecture {
+pub(super) struct Architecture {
     /// Its name in `general.architecture`.
-    name: &'static str,
+    pub name: &'static str,
     /// The `model_type` of a folder, without experts and with.
-    model_types: [Option<&'static str>; 2],
+    pub model_types: [Option<&'static str>; 2],
     /// Whether rows of q and k are stored pair by pair, as its kernels turn them: number 2j + s of a head is the folder's
     /// j + s * width / 2.
-    paired: bool,
+    pub paired: bool,
 }
 
-const ARCHITECTURES: [Architecture; 5] = [
+pub(super) const ARCHITECTURES: [Architecture; 5] = [
     Architecture { name: "llama", model_types: [Some("llama"), Some("mixtral")], paired: true },
     Architecture { name: "qwen2", model_types: [Some("qwen2"), None], paired: false },
     Architecture { name: "qwen2moe", model_types: [None, Some("qwen2_moe")], paired: false },
@@ -23,7 +23,7 @@ const ARCHITECTURES: [Architecture; 5] = [
 ];
 
 /// Fields of an architecture that a folder has by another name: behind `<architecture>.` in the file.
-const FIELDS: [(&str, &str); 13] = [
+pub(super) const FIELDS: [(&str, &str); 13] = [
     ("block_count", "num_hidden_layers"),
     ("context_length", "max_position_embeddings"),
     ("embedding_length", "hidden_size"),
@@ -40,7 +40,7 @@ const FIELDS: [(&str, &str); 13] = [
 ];
 
 /// Tensors of a block, and what a folder calls them within its own.
-const PARTS: [(&str, &str); 16] = [
+pub(super) const PARTS: [(&str, &str); 16] = [
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
@@ -60,7 +60,7 @@ const PARTS: [(&str, &str); 16] = [
 ];
 
 /// Factors by which frequencies are divided: what llama.cpp makes of the scaling of Llama 3.
-pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
+pub(crate) const ROPE_FACTORS: &str = "rope_freqs.weight";
 
 /// What is known of a file once its architecture is.
 struct Reading<'a> {
@@ -197,7 +197,7 @@ const HIGH: f64 = 4.0;
 const ORIGINAL: usize = 8192;
 
 /// By how much llama.cpp divides each frequency for Llama 3's scaling.
-fn of_llama3(base: f64, pairs: usize, factor: f64) -> impl Iterator<Item = f64> {
+pub(super) fn of_llama3(base: f64, pairs: usize, factor: f64) -> impl Iterator<Item = f64> {
     (0..pairs).map(move |i| {
         let turns = ORIGINAL as f64 / std::f64::consts::TAU * base.powf(-(i as f64) / pairs as f64);
         let smooth = ((turns - LOW) / (HIGH - LOW)).clamp(0.0, 1.0);

@@ -217,7 +217,7 @@ impl Attention {
             }
             QkvNames::Fused(name) => {
                 // Query, key and value heads one behind the other, as if they were heads of one matrix.
-                let all = loader.matrix(name, q_width + k_width + v_width, hidden)?;
+                let all = loader.stored(name, q_width + k_width + v_width, hidden)?;
                 let mut cut = |rope, first, count| -> Result<Heads, ModelError> {
                     let [rotated, passed] = loader.cut(name, &all, None, first, count, [rotary, nope])?;
                     Ok(whole(rope, count, rotated).with_nope(passed, nope))

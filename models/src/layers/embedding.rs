@@ -1,6 +1,6 @@
 //! The table of embeddings, which may be the output projection too, and that of learned positions.
 
-use super::linear::{Linear, Source};
+use super::linear::{Linear, Matrix, Source};
 use super::loader::Loader;
 use super::norm::Norm;
 use super::per_layer::inputs::Inputs;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 pub(crate) struct Embedding {
     /// `[V,hidden]`; `None` where it is the output projection.
-    table: Option<Arc<Tensor>>,
+    table: Option<Linear>,
     hidden: usize,
     /// The name of the parameter.
     name: String,
@@ -36,21 +36,23 @@ impl Embedding {
     /// The tables and the output projection: two matrices `[vocab,hidden]`, or one where they are tied.
     pub fn load(loader: &mut Loader, c: &Config) -> Result<(Embedding, Linear), ModelError> {
         let &Config { vocab, hidden, table: of_tokens, head: own, .. } = c;
-        let table = loader.matrix(of_tokens, vocab, hidden)?;
+        let own_weight = format!("{own}.weight");
         let (table, head, name) = if !c.tied {
-            (Some(table), loader.matrix(own, vocab, hidden)?, own)
-        } else {
-            let own_weight = format!("{own}.weight");
-            if loader.weights.contains(&own_weight) {
-                // Some tied folders store the table a second time: then it must be the same table.
-                let path = loader.weights.path(&own_weight);
-                let again = loader.matrix(own, vocab, hidden)?;
-                loader.weights.parameters.remove(&own_weight);
-                if !same_bits(&again, &table) {
-                    return Err(ModelError::tensor(&path, &own_weight, differs(of_tokens)));
-                }
+            let (table, source) = (loader.stored(of_tokens, vocab, hidden)?, Source::whole(of_tokens.into(), vocab));
+            // Its rows are looked up, not multiplied.
+            let table = Linear::new(loader.cpu, source, table, None, false)?;
+            (Some(table), loader.stored(own, vocab, hidden)?, own)
+        } else if loader.weights.contains(&own_weight) {
+            // Some tied folders store the table a second time: then it must be the same table.
+            let path = loader.weights.path(&own_weight);
+            let (table, again) = (loader.matrix(of_tokens, vocab, hidden)?, loader.matrix(own, vocab, hidden)?);
+            loader.weights.parameters.remove(&own_weight);
+            if !same_bits(&again, &table) {
+                return Err(ModelError::tensor(&path, &own_weight, differs(of_tokens)));
             }
-            (None, table, of_tokens)
+            (None, Matrix::Elements(table), of_tokens)
+        } else {
+            (None, loader.stored(of_tokens, vocab, hidden)?, of_tokens)
         };
         let bias = loader.bias(own, vocab, c.head_bias)?;
         let head = Linear::new(loader.cpu, Source::whole(name.into(), vocab), head, bias, loader.packs)?;
@@ -69,9 +71,7 @@ impl Embedding {
     /// Takes the tables to a device.
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
         self.inputs.as_mut().map_or(Ok(()), |inputs| inputs.move_to(cpu, device))?;
-        if let Some(table) = &mut self.table {
-            *table = Arc::new(Backend::upload(device, table.view())?);
-        }
+        self.table.as_mut().map_or(Ok(()), |table| table.move_to(cpu, device))?;
         if let Some((table, _)) = &mut self.positions {
             *table = Arc::new(Backend::upload(device, table.view())?);
         }
@@ -94,7 +94,7 @@ impl Embedding {
 
     /// The same before the norm.
     fn look_up(&self, pass: &mut Pass, head: &Linear, [x, room]: [&mut Tensor; 2]) -> Result<(), ModelError> {
-        let (table, inputs) = (self.table.as_ref().map_or(head.matrix(0), |table| table.view()), pass.inputs);
+        let (table, inputs) = (self.table.as_ref().unwrap_or(head).matrix(0), pass.inputs);
         let tokens = inputs.tokens.view(&[pass.step.rows()])?;
         pass.op("embedding", &Attributes::new(), &[("w", table), ("tokens", tokens)], [("y", x.view_mut())])?;
         if let Some(factor) = &self.scale {

@@ -4,9 +4,10 @@ use super::low_rank;
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::machine::{Index, Machine, empty, typed};
+use crate::memory::buffer;
 use crate::pass::Pass;
 use samebits_ops::device::{Device, Part};
-use samebits_ops::{Attributes, Backend, Cpu, DType, PackedWeight, Tensor, TensorMut, TensorRef};
+use samebits_ops::{Attributes, Backend, Cpu, DType, Element, PackedWeight, Quantized, Tensor, TensorMut, TensorRef};
 use std::sync::{Arc, OnceLock};
 
 /// `x W^T + b`: one matrix `[n,k]`, or one for each expert.
@@ -63,23 +64,48 @@ enum Matrices {
     Device(Box<(Tensor, Option<Tensor>)>),
 }
 
+/// A matrix as it was read: its elements, or integers with scales, which are to be packed as they are.
+pub(crate) enum Matrix {
+    Elements(Arc<Tensor>),
+    /// With the dtype that products read.
+    Quantized(Quantized, DType),
+}
+
+impl From<Arc<Tensor>> for Matrix {
+    fn from(elements: Arc<Tensor>) -> Matrix {
+        Matrix::Elements(elements)
+    }
+}
+
 impl Linear {
-    /// `w[n,k]` and `b[n]`, packed or as they are.
+    /// `w[n,k]` and `b[n]`, packed or as they are; what is quantized is packed.
     pub fn new(
         cpu: &Cpu,
         source: Source,
-        w: Arc<Tensor>,
+        w: impl Into<Matrix>,
         bias: Option<Tensor>,
         packs: bool,
     ) -> Result<Linear, ModelError> {
-        let &[n, k] = w.shape() else { panic!("it is a matrix") };
-        let dtype = w.dtype();
-        let weight = match packs {
-            true => typed!(dtype => A, {
-                let w = w.as_slice::<A>().expect("it is on the host, and of this dtype");
-                Matrices::Packed(vec![(PackedWeight::pack(cpu, n, k, w)?, bias)])
-            }),
-            false => Matrices::Rows(vec![(w, bias)]),
+        let ([n, k], dtype, weight) = match w.into() {
+            Matrix::Elements(w) => {
+                let (&[n, k], dtype) = (w.shape(), w.dtype()) else { panic!("it is a matrix") };
+                let weight = match packs {
+                    true => typed!(dtype => A, {
+                        let w = w.as_slice::<A>().expect("it is on the host, and of this dtype");
+                        Matrices::Packed(vec![(PackedWeight::pack(cpu, n, k, w)?, bias)])
+                    }),
+                    false => Matrices::Rows(vec![(w, bias)]),
+                };
+                ([n, k], dtype, weight)
+            }
+            Matrix::Quantized(w, dtype) => {
+                let packed = match PackedWeight::quantized(cpu, dtype, &w)? {
+                    Some(packed) => packed,
+                    // Of rows or groups that panels of integers do not hold.
+                    None => typed!(dtype => A, PackedWeight::pack(cpu, w.n, w.k, &elements::<A>(&w)?)?),
+                };
+                ([w.n, w.k], dtype, Matrices::Packed(vec![(packed, bias)]))
+            }
         };
         Ok(Linear { n, k, dtype, weight, sources: vec![source], for_dx: vec![OnceLock::new()] })
     }
@@ -103,6 +129,11 @@ impl Linear {
 
     /// Takes packed matrices to a device, row by row: their elements are what they were before they were packed.
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        if let Matrices::Rows(rows) = &self.weight
+            && let [(w, None)] = &rows[..]
+        {
+            self.weight = Matrices::Device(Box::new((Backend::upload(device, w.view())?, None)));
+        }
         let Matrices::Packed(packed) = &self.weight else { return Ok(()) };
         let (count, n) = (packed.len(), self.n);
         let mut rows = empty(cpu, self.dtype, &[count * n, self.k])?;
@@ -247,6 +278,13 @@ impl Linear {
         let Matrices::Device(all) = &self.weight else { panic!("the processor cuts products by expert") };
         Ok(pass.machine.chosen_product(x, choice, (&all.0, all.1.as_ref()), y)?)
     }
+}
+
+/// The elements of a quantized matrix.
+fn elements<T: Element>(w: &Quantized) -> Result<Vec<T>, ModelError> {
+    let mut all = buffer(&[w.n, w.k])?;
+    all.chunks_mut(w.k.max(1)).enumerate().for_each(|(row, y)| w.row(row, y));
+    Ok(all)
 }
 
 /// The rows of a packed matrix, bit for bit as they were.

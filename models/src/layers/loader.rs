@@ -1,6 +1,6 @@
 //! How layers take their tensors out of a folder.
 
-use super::linear::{Linear, Source};
+use super::linear::{Linear, Matrix, Source};
 use super::norm::Vector;
 use crate::ModelError;
 use crate::machine::{Index, Machine, empty, typed};
@@ -63,6 +63,20 @@ impl Loader<'_, '_> {
         if self.transposed { self.turned(&w, [1, n, k]) } else { Ok(w) }
     }
 
+    /// `w[n,k]` for a product: integers with scales where it is stored as those, and packed.
+    pub fn stored(&mut self, part: &str, n: usize, k: usize) -> Result<Matrix, ModelError> {
+        let name = self.name(part);
+        let adds = self.weights.merged.as_ref().is_some_and(|adapter| adapter.has(&name));
+        if self.packs
+            && !self.transposed
+            && !adds
+            && let Some(w) = self.weights.quantized(&format!("{name}.weight"), self.dtype, [n, k])?
+        {
+            return Ok(Matrix::Quantized(w, self.dtype));
+        }
+        self.matrix(part, n, k).map(Matrix::Elements)
+    }
+
     /// Notes rows of a matrix that may have an adapter.
     fn note(&mut self, rows: &Source) {
         if self.weights.adapts {
@@ -92,7 +106,7 @@ impl Loader<'_, '_> {
 
     /// One matrix `[n,k]`.
     pub fn linear(&mut self, part: &str, n: usize, k: usize, bias: bool) -> Result<Linear, ModelError> {
-        let w = self.matrix(part, n, k)?;
+        let w = self.stored(part, n, k)?;
         let source = Source { transposed: self.transposed, ..Source::whole(self.name(part), n) };
         self.note(&source);
         Linear::new(self.cpu, source, w, self.bias(part, n, bias)?, self.packs)
@@ -109,7 +123,7 @@ impl Loader<'_, '_> {
         bias: bool,
     ) -> Result<[Linear; N], ModelError> {
         let n = groups * widths.iter().sum::<usize>();
-        let whole = self.matrix(part, n, k)?;
+        let whole = self.stored(part, n, k)?;
         let bias = self.bias(part, n, bias)?;
         self.cut(part, &whole, bias.as_ref(), 0, groups, widths)
     }
@@ -132,7 +146,10 @@ impl Loader<'_, '_> {
         if of.transposed {
             whole = self.turned(&whole, [count, n, k])?;
         }
-        let bias = bias.then(|| self.weights.tensor(&of_bias, self.dtype, &[count, n])).transpose()?;
+        let (whole, bias) = (
+            Matrix::Elements(whole),
+            bias.then(|| self.weights.tensor(&of_bias, self.dtype, &[count, n])).transpose()?,
+        );
         (0..count).map(|i| self.cut_as(&of, &whole, bias.as_ref(), i * n, widths)).collect()
     }
 
@@ -140,7 +157,7 @@ impl Loader<'_, '_> {
     pub fn cut<const N: usize>(
         &mut self,
         part: &str,
-        whole: &Tensor,
+        whole: &Matrix,
         bias: Option<&Tensor>,
         first: usize,
         groups: usize,
@@ -154,7 +171,7 @@ impl Loader<'_, '_> {
     fn cut_as<const N: usize>(
         &mut self,
         of: &Source,
-        whole: &Tensor,
+        whole: &Matrix,
         bias: Option<&Tensor>,
         first: usize,
         widths: [usize; N],
@@ -174,9 +191,16 @@ impl Loader<'_, '_> {
                 Machine::copy_rows(self.cpu, [n, k], (from, part), (&mut to, Part::whole(k)))?;
                 Ok(to)
             };
-            let (n, k) = (there, *whole.shape().last().expect("it has rows"));
-            let bias = bias.map(|bias| gather(bias, 1, &[n])).transpose()?;
-            let w = Arc::new(gather(whole, k, &[n, k])?);
+            let bias = bias.map(|bias| gather(bias, 1, &[there])).transpose()?;
+            let w = match whole {
+                Matrix::Elements(whole) => {
+                    let k = *whole.shape().last().expect("it has rows");
+                    Arc::new(gather(whole, k, &[there, k])?).into()
+                }
+                Matrix::Quantized(whole, dtype) => {
+                    Matrix::Quantized(whole.rows(&source.rows().collect::<Vec<_>>()), *dtype)
+                }
+            };
             made.push(Linear::new(self.cpu, source, w, bias, self.packs)?);
             start += width;
         }
@@ -200,7 +224,7 @@ mod tests {
             Loader { dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, prefix, packs: true, transposed: false };
         let whole = Tensor::new((0..12u8).map(f32::from).collect(), &[6, 2]).unwrap();
         let bias = Tensor::new((0..6u8).map(f32::from).collect(), &[6]).unwrap();
-        let parts = loader.cut("q", &whole, Some(&bias), 0, 2, [1, 2]).unwrap();
+        let parts = loader.cut("q", &Arc::new(whole).into(), Some(&bias), 0, 2, [1, 2]).unwrap();
         let biases = parts.map(|part| part.bias(0).unwrap().contiguous::<f32>().unwrap().to_vec());
         assert_eq!(biases, [vec![0.0, 3.0], vec![1.0, 2.0, 4.0, 5.0]]);
     }

@@ -339,7 +339,7 @@ impl Moe {
         let mut logits = self.router.apply(pass, of_router.view(), DType::Fp32)?;
         pass.see("router", &mut logits)?;
         let mut weight = pass.empty(DType::Fp32, &[n, chosen])?;
-        let mut choice = pass.machine.route(&self.plan.route(n), &logits, self.choice_bias.as_ref(), &mut weight)?;
+        let mut choice = self.choose(pass, &logits, &mut weight)?;
         let mut experts = Vec::new();
         if choices.is_none() || pass.hook.probe.is_some() {
             experts = pass.machine.read_index(&choice)?;
@@ -401,6 +401,17 @@ impl Moe {
             let (latent, shared) = (sum, of_shared.flatten());
             Saved { logits, experts, weight, gathered, made, by_expert, latent, shared, forms, before }
         }))
+    }
+
+    /// From the router's logits: the experts of each row, and their weights.
+    fn choose(&self, pass: &mut Pass, logits: &Tensor, weight: &mut Tensor) -> Result<Index, ModelError> {
+        let (route, bias) = (self.plan.route(logits.shape()[0]), self.choice_bias.as_ref());
+        let own = pass.machine.route(&route, logits, bias, None, weight)?;
+        let Some(experts) = &mut pass.hook.experts else { return Ok(own) };
+        match experts.choose(pass.layer, &pass.machine.read_index(&own)?) {
+            None => Ok(own),
+            Some(instead) => pass.machine.route(&route, logits, bias, Some(&instead), weight),
+        }
     }
 
     /// Of each choice a row of `a[n,hidden]` times its weight, as products read it: `[n * K,hidden]`.

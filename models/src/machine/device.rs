@@ -83,9 +83,11 @@ impl Machine for Device {
         shape: &Route,
         logits: &Tensor,
         bias: Option<&Tensor>,
+        experts: Option<&[i32]>,
         weight: &mut Tensor,
     ) -> Result<Index, ModelError> {
-        let choice = device::route_to(self, shape, buffer::<f32>(logits), bias.map(buffer), buffer_mut(weight))?;
+        let choice =
+            device::route_to(self, shape, buffer::<f32>(logits), bias.map(buffer), experts, buffer_mut(weight))?;
         Ok(Index::Device(choice))
     }
 

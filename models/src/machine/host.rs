@@ -49,10 +49,11 @@ impl Machine for Cpu {
         shape: &Route,
         logits: &Tensor,
         bias: Option<&Tensor>,
+        experts: Option<&[i32]>,
         weight: &mut Tensor,
     ) -> Result<Index, ModelError> {
         let mut index = vec![0; shape.tokens * shape.chosen];
-        route(self, shape, slice::<f32>(logits), bias.map(slice), &mut index, slice_mut(weight))?;
+        route(self, shape, slice::<f32>(logits), bias.map(slice), experts, &mut index, slice_mut(weight))?;
         Ok(Index::Host(index))
     }
 

@@ -3,9 +3,9 @@
 use super::{Form, Stored, Weights, check_finite, few};
 use crate::ModelError;
 use crate::memory::buffer;
-use crate::quantised::{Beside, Order, Scheme, Zeros, expand};
+use crate::quantised::{Beside, Integers, Order, Scheme, Zeros};
 use safetensors::Dtype;
-use samebits_ops::Element;
+use samebits_ops::{DType, Element, Quantized};
 use std::collections::BTreeMap;
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
@@ -177,8 +177,20 @@ impl<'a> Weights<'a> {
         stored: &Stored,
         parts: &Parts,
     ) -> Result<Vec<T>, ModelError> {
-        let &[n, k] = &stored.shape[..] else { panic!("it is a matrix") };
         let mut data: Vec<T> = buffer(&stored.shape)?;
+        self.with_integers(name, stored, parts, |integers| integers.expand(&mut data))?;
+        Ok(data)
+    }
+
+    /// Reads a quantised matrix, and what stands beside it, for `run`.
+    pub(super) fn with_integers<R>(
+        &mut self,
+        name: &str,
+        stored: &Stored,
+        parts: &Parts,
+        run: impl FnOnce(&Integers) -> R,
+    ) -> Result<R, ModelError> {
+        let &[n, k] = &stored.shape[..] else { panic!("it is a matrix") };
         let (of_scales, at) = &parts.scales;
         let scales: Vec<f32> = self.read(of_scales, at)?;
         check_finite(self.shard(at), of_scales, at, &scales)?;
@@ -205,9 +217,45 @@ impl<'a> Weights<'a> {
             Dtype::I8 => Zeros::Bytes(bytes),
             _ => Zeros::Words(bytes),
         });
-        let integers = self.bytes(name, stored.shard, &stored.bytes)?;
-        expand(&parts.scheme, n, &integers, &Beside { scales: &scales, zeros, columns: &columns }, &mut data);
-        Ok(data)
+        let bytes = &self.bytes(name, stored.shard, &stored.bytes)?;
+        let beside = Beside { scales: &scales, zeros, columns: &columns };
+        Ok(run(&Integers { scheme: &parts.scheme, n, bytes, beside }))
+    }
+
+    /// Takes a parameter of which products read `dtype`, that is stored as integers with scales, and stays so in memory, finite all
+    /// of it; `None`, and nothing is taken, where it is stored otherwise, or is no run of groups.
+    pub fn quantized(&mut self, name: &str, dtype: DType, shape: [usize; 2]) -> Result<Option<Quantized>, ModelError> {
+        let twice = self.rounded.is_some_and(|first| first != dtype);
+        let plain = self.lists || twice || dtype == DType::Fp16 || self.memory.contains_key(name);
+        let Some(stored) = self.tensors.get(name).filter(|stored| !plain && stored.shape == shape) else {
+            return Ok(None);
+        };
+        if !matches!(stored.form, Form::Packed(..) | Form::Quantised(_)) {
+            return Ok(None);
+        }
+        let (stored, taken) = (self.tensors.remove(name).expect("it is there"), self.taken);
+        let found = match &stored.form {
+            Form::Packed(format, heads) => self.blocks(name, &stored, *format, *heads)?,
+            Form::Quantised(parts) => self.with_integers(name, &stored, parts, |integers| integers.quantized())?,
+            _ => None,
+        };
+        let is_finite = |w: &Quantized| {
+            let mut row = vec![0f32; w.k];
+            (0..w.n).all(|n| {
+                w.row(n, &mut row);
+                row.iter().all(|w| w.is_finite())
+            })
+        };
+        let found = found.filter(is_finite);
+        match &found {
+            Some(_) => drop(self.parameters.insert(name.into(), shape.into())),
+            // It is read once more, as elements, and what is not finite is named.
+            None => {
+                self.taken = taken;
+                self.tensors.insert(name.into(), stored);
+            }
+        }
+        Ok(found)
     }
 
     /// Some bytes of a shard, no more than it has.

@@ -6,24 +6,23 @@
 //! Rounding: each fma and each join once to f32; `+ bias` once in f32; the last rounding to the output type.
 
 use super::device;
+use super::packed::{PackedWeight, Panel, Panels, Weight};
 use super::shape::Gemm;
 use crate::call::{Arguments, Entry};
 use crate::element::typed;
 use crate::gemm::tile::{
     Block, Left, MAX_ROWS, Order, Right, TILE_ROWS, Tile, block_rows, block_words, dot_is_exact, dot_tile,
-    dot_unpacking, fma_block, fma_tile, unpack,
+    dot_unpacking, fma_block, fma_tile,
 };
-use crate::pack::dictionary::{self, DictionaryPanel};
 use crate::pack::matrix::{Matrix, Packing, Side, least_of_rows, pack_panels, pack_rows, panel_words, row_words};
-use crate::pack::{PANEL, as_floats, as_floats_mut, as_words, as_words_of, f32_of_rows, f32_row, rows_of_panel};
+use crate::pack::{PANEL, as_floats, as_floats_mut, f32_of_rows, f32_row};
 use crate::parallel::SharedOut;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
-use crate::tensor::{Operand, Prepared, Rows};
-use crate::workspace::memory::{LINE, Memory};
+use crate::tensor::{Prepared, Rows};
+use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan, choose};
-use crate::{Counter, Cpu, DType, Element, Error, TensorMut, TensorRef, Tf32, check_len, value_error};
+use crate::{Counter, Cpu, Element, Error, TensorMut, TensorRef, Tf32, check_len, value_error};
 use half::bf16;
-use std::fmt;
 use std::iter::successors;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -173,304 +172,6 @@ pub(super) fn packed(cpu: &Cpu, args: &Arguments, outputs: Side) -> Result<Optio
     Ok(Some(Prepared::new("w", PackedWeight::of(cpu, outputs, w)?)))
 }
 
-/// A weight matrix `w[N,K]` packed once, for any [`Cpu`]: panels of 32 rows of w, k by k; bf16 as pairs along k with the
-/// earlier k in the high half. One packed for [`gemm_dx`](crate::gemm_dx()) is that of the transpose. A `Cpu` with
-/// AVX2 alone or with `VDPBF16PS` packs bf16 weights of like size in 12 bits each (see `pack/dictionary.rs`), from which every
-/// one comes back as it was.
-pub struct PackedWeight {
-    /// Outputs and terms of a product.
-    outputs: usize,
-    terms: usize,
-    /// What the outputs are of the matrix.
-    side: Side,
-    /// Of the matrix.
-    dtype: DType,
-    form: Form,
-    memory: Memory,
-}
-
-impl fmt::Debug for PackedWeight {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "PackedWeight([{}, {}] of {}, {:?})", self.n(), self.k(), self.dtype, self.form)
-    }
-}
-
-impl Operand for PackedWeight {
-    fn op(&self) -> &'static str {
-        if self.side == Side::Rows { "gemm" } else { "gemm_dx" }
-    }
-
-    fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    fn shape(&self) -> Vec<usize> {
-        vec![self.n(), self.k()]
-    }
-
-    fn what(&self) -> &'static str {
-        "a packed weight; give the matrix"
-    }
-
-    fn done(&self) -> &'static str {
-        "weights packed"
-    }
-}
-
-impl<'a> TensorRef<'a> {
-    /// A weight `[N,K]` that was packed for products, in the place of the matrix that it holds.
-    pub fn packed(weight: &'a PackedWeight) -> TensorRef<'a> {
-        TensorRef::prepared(weight)
-    }
-}
-
-/// What packed panels hold.
-#[derive(Clone, Copy, Debug)]
-enum Form {
-    /// f32.
-    F32,
-    /// Pairs of bf16 along k.
-    Vnni,
-    /// The same in 12 bits a weight.
-    Dictionary,
-}
-
-impl Form {
-    fn of(pairs: bool) -> Form {
-        if pairs { Form::Vnni } else { Form::F32 }
-    }
-}
-
-impl PackedWeight {
-    /// Packs `w[N,K]`, in parallel. bf16 takes its size or less, fp16 is widened to f32. `w` may lie in a mapped file: every
-    /// page is read once.
-    ///
-    /// # Errors
-    /// [`Error::Length`] when `w` is not N * K long; [`Error::Memory`] when the system has no room for it.
-    pub fn pack<I: Element>(cpu: &Cpu, n: usize, k: usize, w: &[I]) -> Result<PackedWeight, Error> {
-        check_len("gemm", "w", "[N,K]", w.len(), &[n, k])?;
-        PackedWeight::of(cpu, Side::Rows, TensorRef::of(w, &[n, k]))
-    }
-
-    /// [`PackedWeight::pack`] for [`gemm_dx_packed`](crate::gemm_dx_packed).
-    ///
-    /// # Errors
-    /// As [`PackedWeight::pack`].
-    pub fn pack_for_dx<I: Element>(cpu: &Cpu, n: usize, k: usize, w: &[I]) -> Result<PackedWeight, Error> {
-        check_len("gemm_dx", "w", "[N,K]", w.len(), &[n, k])?;
-        PackedWeight::of(cpu, Side::Columns, TensorRef::of(w, &[n, k]))
-    }
-
-    /// Packs a matrix of any layout on the host.
-    fn of(cpu: &Cpu, side: Side, w: TensorRef) -> Result<PackedWeight, Error> {
-        let &[n, k] = w.shape() else {
-            return Err(value_error("gemm", format!("w is {:?}; it must be [N, K]", w.shape())));
-        };
-        let [outputs, terms] = side.of(n, k);
-        let (dtype, pairs) = (w.dtype(), w.dtype() == DType::Bf16);
-        if dtype == DType::Fp16 {
-            cpu.ledger().note(Counter::Conversions, 1, "PackedWeight::pack widens fp16 to f32; store bf16")?;
-        }
-        if cpu.isa().reads_coded()
-            && pairs
-            && n > 0
-            && k > 0
-            && let Some(memory) = dictionary::pack(cpu, [outputs, terms], Matrix::Weight { rows: w.rows(), side })?
-        {
-            memory.settle();
-            return Ok(PackedWeight { outputs, terms, side, dtype, form: Form::Dictionary, memory });
-        }
-        let size = panel_words(terms, pairs);
-        let words = size.saturating_mul(outputs.div_ceil(PANEL));
-        let mut memory = Memory::new(words).ok_or(Error::Memory { op: "gemm", bytes: words.saturating_mul(4) })?;
-        let out: &mut [u32] = &mut memory;
-        typed!(dtype => I, {
-            pack_panels(cpu, Matrix::Weight { rows: w.rows::<I>(), side }, terms, 0..outputs, Tf32::Disabled, out);
-        });
-        memory.settle();
-        Ok(PackedWeight { outputs, terms, side, dtype, form: Form::of(pairs), memory })
-    }
-
-    /// Rows N.
-    pub fn n(&self) -> usize {
-        self.side.of(self.outputs, self.terms)[0]
-    }
-
-    /// Columns K.
-    pub fn k(&self) -> usize {
-        self.side.of(self.outputs, self.terms)[1]
-    }
-
-    /// Dtype of the matrix that was packed.
-    pub fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    /// Memory it holds, in bytes.
-    pub fn bytes(&self) -> usize {
-        4 * self.memory.len()
-    }
-
-    /// Calls `put(k, w[row][k])` for every k.
-    pub(crate) fn unpack_row(&self, row: usize, mut put: impl FnMut(usize, f32)) {
-        let panels = self.panels();
-        let of_pair = |term: usize, pair: u32| if term.is_multiple_of(2) { pair & 0xFFFF_0000 } else { pair << 16 };
-        let value = |panel: Right, term: usize, column: usize| match panel {
-            Right::F32(floats, _) => floats[term * PANEL + column],
-            Right::Vnni(words, _) => f32::from_bits(of_pair(term, words[term / 2 * PANEL + column])),
-            Right::Dictionary(coded) => f32::from_bits(of_pair(term, coded.pair(term / 2, column))),
-            Right::Bf16(..) | Right::PairsAsking(..) => unreachable!("packed weights are not narrow"),
-        };
-        match self.side {
-            Side::Rows => {
-                let (panel, column) = (panels.panel(row / PANEL, &mut []).right, row % PANEL);
-                (0..self.terms).for_each(|k| put(k, value(panel, k, column)));
-            }
-            Side::Columns => {
-                for first in (0..self.outputs).step_by(PANEL) {
-                    let panel = panels.panel(first / PANEL, &mut []).right;
-                    let columns = 0..PANEL.min(self.outputs - first);
-                    columns.for_each(|column| put(first + column, value(panel, row, column)));
-                }
-            }
-        }
-    }
-
-    /// Writes rows of a matrix that was packed by its rows, from `first` on, as they were, in parallel; each worker has a
-    /// slot of [`PackedWeight::slot`] words.
-    pub(crate) fn unpack_rows<I: Element>(&self, cpu: &Cpu, slots: &mut [&mut [u32]], first: usize, out: &mut [I]) {
-        assert!(self.side == Side::Rows, "a panel has rows");
-        let (panels, k, rows) = (self.panels(), self.terms, out.len() / self.terms.max(1));
-        let out = SharedOut::new(out);
-        let count = (first + rows).div_ceil(PANEL) - first / PANEL;
-        cpu.each_in(slots.iter_mut(), count, |slot, number| {
-            let panel = first / PANEL + number;
-            let rows = first.max(panel * PANEL)..(first + rows).min((panel + 1) * PANEL);
-            // SAFETY: every panel has rows of its own.
-            let out = unsafe { out.part((rows.start - first) * k, rows.len() * k) };
-            let columns = rows.start - panel * PANEL..rows.end - panel * PANEL;
-            let right = match panels.panel(panel, &mut []).right {
-                Right::Dictionary(coded) if cpu.isa().reads_coded() => unpack(cpu, &coded, slot),
-                right => right,
-            };
-            match right {
-                // The words of two rows of pairs meet where k is odd.
-                Right::Vnni(pairs, _) if k.is_multiple_of(2) => {
-                    rows_of_panel::<true>(cpu, pairs, k / 2, columns, as_words_of(out));
-                }
-                Right::F32(floats, _) if self.dtype == DType::Fp32 => {
-                    rows_of_panel::<false>(cpu, as_words(floats), k, columns, as_words_of(out));
-                }
-                _ => rows.zip(out.chunks_mut(k)).for_each(|(row, out)| {
-                    self.unpack_row(row, |k, value| out[k] = I::narrow(value));
-                }),
-            }
-        });
-    }
-
-    /// Words that [`PackedWeight::unpack_rows`] needs of each worker.
-    pub(crate) fn slot(&self) -> usize {
-        if matches!(self.form, Form::Dictionary) { panel_words(self.terms, true) } else { 0 }
-    }
-
-    pub(crate) fn panels(&self) -> Panels<'_> {
-        Panels { words: &self.memory, n: self.outputs, k: self.terms, form: self.form }
-    }
-}
-
-/// Packed panels, wherever they stand.
-#[derive(Clone, Copy)]
-pub(crate) struct Panels<'a> {
-    words: &'a [u32],
-    n: usize,
-    k: usize,
-    form: Form,
-}
-
-impl<'a> Panels<'a> {
-    /// One panel.
-    pub fn one(words: &'a [u32], k: usize, pairs: bool) -> Panels<'a> {
-        Panels { words, n: PANEL, k, form: Form::of(pairs) }
-    }
-
-    /// A panel. A `slot` that is not empty has room for its pairs.
-    pub fn panel<'s>(&self, panel: usize, slot: &'s mut [u32]) -> Panel<'s>
-    where
-        'a: 's,
-    {
-        let plain = |pairs: bool| {
-            let size = panel_words(self.k, pairs);
-            self.words[panel * size..][..size].split_at(size - LINE)
-        };
-        let (right, least) = match self.form {
-            Form::F32 => (Right::F32(as_floats(plain(false).0), PANEL), f32::NAN),
-            Form::Vnni => {
-                let (words, end) = plain(true);
-                (Right::Vnni(words, PANEL), f32::from_bits(end[0]))
-            }
-            Form::Dictionary => {
-                let (panel, least) = DictionaryPanel::panel(dictionary::Form::of(self.n, self.k), self.words, panel);
-                (Right::Dictionary(panel), least)
-            }
-        };
-        Panel { right, least, slot }
-    }
-}
-
-/// A panel as tiles read it.
-pub(crate) struct Panel<'a> {
-    pub right: Right<'a>,
-    /// Its smallest nonzero magnitude; NaN unless it holds pairs.
-    least: f32,
-    /// Where a tile unpacks a coded panel for the tiles after it; empty where each reads it as it stands.
-    slot: &'a mut [u32],
-}
-
-impl Panel<'_> {
-    /// Unpacks a coded panel into its slot, if it has one.
-    pub(crate) fn unpack(&mut self, cpu: &Cpu) {
-        if let Right::Dictionary(coded) = self.right
-            && !self.slot.is_empty()
-        {
-            self.right = unpack(cpu, &coded, std::mem::take(&mut self.slot));
-        }
-    }
-
-    /// From now on tiles read the slot, which holds the pairs.
-    fn unpacked(&mut self) {
-        let words = std::mem::take(&mut self.slot);
-        self.right = Right::Vnni(words, PANEL);
-    }
-}
-
-/// The weight of a product.
-#[derive(Clone, Copy)]
-pub(crate) enum Weight<'a, I> {
-    /// Packed beforehand.
-    Packed(Panels<'a>),
-    /// Packed on the way.
-    Plain(Matrix<'a, I>),
-}
-
-impl<'a, I: Element> Weight<'a, I> {
-    /// The weight `w` of `op`, whose matrix has elements I, and whose rows have the factors of an output each.
-    pub(crate) fn of(op: &'static str, w: TensorRef<'a>) -> Result<Weight<'a, I>, Error> {
-        Weight::of_side(op, w, Side::Rows)
-    }
-
-    /// The same where a side of it has.
-    pub(super) fn of_side(op: &'static str, w: TensorRef<'a>, side: Side) -> Result<Weight<'a, I>, Error> {
-        match w.as_prepared::<PackedWeight>() {
-            Some(packed) if packed.side == side => Ok(Weight::Packed(packed.panels())),
-            Some(_) => {
-                let how = if side == Side::Rows { "pack" } else { "pack_for_dx" };
-                Err(value_error(op, format!("`w` is packed for another op; use PackedWeight::{how}")))
-            }
-            None => w.on_host(op, "w").map(|()| Weight::Plain(Matrix::Weight { rows: w.rows(), side })),
-        }
-    }
-}
-
 /// What a product says where it is not what was asked for.
 pub(crate) struct Says {
     pub op: &'static str,
@@ -604,7 +305,7 @@ impl<I: Element> Product<'_, I> {
     /// Whether workers unpack the panels of the weight: the first of several tiles does it for all. One alone reads them as
     /// they stand.
     pub(crate) fn unpacks(&self, tiles: usize) -> bool {
-        self.dots() && tiles > 1 && self.coded()
+        tiles > 1 && (self.quantized() || self.dots() && self.coded())
     }
 
     /// The largest plan.
@@ -618,7 +319,7 @@ impl<I: Element> Product<'_, I> {
         let (tiles, workers) = (m.div_ceil(height), self.cpu.threads());
         let panels = plain.filter(|_| !own).map_or(0, |w| w.at_a_time(n.div_ceil(PANEL), workers));
         let (x_pairs, w_pairs) = (self.dots() && blocks.is_none(), I::IS_BF16);
-        let unpack = if blocks.is_some() { self.coded() && self.dots() } else { self.unpacks(tiles) };
+        let unpack = self.unpacks(if blocks.is_some() { usize::MAX } else { tiles });
         let block = blocks.map_or(0, |height| (BLOCK_ROWS / height).min(tiles));
         Tiling { k, height, tiles, panels, own, steps: 0, workers, x_pairs, w_pairs, unpack, block }
     }
@@ -637,7 +338,12 @@ impl<I: Element> Product<'_, I> {
 
     /// Whether the weight holds its panels in 12 bits.
     fn coded(&self) -> bool {
-        matches!(self.w, Weight::Packed(Panels { form: Form::Dictionary, .. }))
+        matches!(self.w, Weight::Packed(panels) if panels.are_coded())
+    }
+
+    /// Whether it holds integers with scales.
+    pub(crate) fn quantized(&self) -> bool {
+        matches!(self.w, Weight::Packed(panels) if panels.are_quantized())
     }
 
     /// Writes the product to `y[M,N]`.
@@ -749,7 +455,7 @@ impl<I: Element> Product<'_, I> {
                     let words = &mut w_area[..panels * panel_words(k, I::IS_BF16)];
                     let first = first_panel * PANEL;
                     pack_panels(cpu, w, k, first..first + rows, tf32, words);
-                    Weight::Packed(Panels { words, n: rows, k, form: Form::of(I::IS_BF16) })
+                    Weight::Packed(Panels::plain(words, [rows, k], I::IS_BF16))
                 }
                 whole => whole,
             };
@@ -784,13 +490,12 @@ impl<I: Element> Product<'_, I> {
                         let some = from..tiles.min(from + plan.block);
                         // SAFETY: all tiles are packed, and nobody writes them until the last task has ended.
                         let left = unsafe { packed.read(from * size, some.len() * size) };
-                        let unpacked = if plan.unpack { panel_words(k, true) } else { 0 };
+                        let unpacked = if plan.unpack { panel_words(k, plan.w_pairs) } else { 0 };
                         let (slot, scratch) = slot.split_at_mut(unpacked);
                         let Weight::Packed(group) = group else { unreachable!("panels of blocks are packed for all") };
-                        let right = match group.panel(panel, &mut []).right {
-                            Right::Dictionary(coded) if plan.unpack => unpack(cpu, &coded, slot),
-                            right => right,
-                        };
+                        let mut operand = group.panel(panel, if plan.unpack { slot } else { &mut [] });
+                        operand.unpack(cpu);
+                        let right = operand.right;
                         let (left, scratch) = (as_floats(left), as_floats_mut(scratch));
                         let block =
                             Block { left, stride: size, tiles: some.len(), right, bounds: self.bounds, scratch };
@@ -812,9 +517,7 @@ impl<I: Element> Product<'_, I> {
                             Weight::Packed(group) => {
                                 let slot: &mut [u32] = if plan.unpack { slot } else { &mut [] };
                                 let mut operand = group.panel(panel, slot);
-                                if *held == Some(panel) {
-                                    operand.unpacked();
-                                }
+                                operand.prepare(cpu, *held == Some(panel));
                                 operand
                             }
                             Weight::Plain(w) => {
@@ -835,7 +538,7 @@ impl<I: Element> Product<'_, I> {
                             self.tile(tile, plan.x_pairs, &mut operand, number, first_row(t), rows, &mut tally, out);
                             put(part, out);
                         }
-                        if plan.unpack && operand.slot.is_empty() {
+                        if plan.unpack && !operand.has_slot() {
                             *held = Some(panel);
                         }
                     }
@@ -864,7 +567,11 @@ impl<I: Element> Product<'_, I> {
         let (tile, end) = tile.split_at(tile.len() - LINE);
         let (right, order) = (panel.right, Order::Tree(self.bounds));
         let dot = pairs && dot_is_exact(f32::from_bits(end[0]), panel.least);
-        let reads = cpu.isa().lanes() == 8 || !matches!(right, Right::Dictionary(_));
+        let reads = match right {
+            Right::Dictionary(_) => cpu.isa().lanes() == 8,
+            Right::Quantized(_) => false,
+            _ => true,
+        };
         if !pairs && reads {
             let left = Left { data: as_floats(tile), row_stride: 1, step: rows };
             fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
@@ -879,7 +586,8 @@ impl<I: Element> Product<'_, I> {
                 dot_tile(cpu, tile);
             }
         } else {
-            // Instruction sets that no weight is coded for widen coded panels as they go.
+            // Instruction sets that no weight is coded for widen coded panels as they go; without dot products all do it with
+            // integers.
             tally.slow += usize::from(pairs);
             self.slow_tile(right, number, first, out);
         }
@@ -932,7 +640,7 @@ impl<I: Element> Product<'_, I> {
         let (left, wide) = as_floats_mut(piece).split_at_mut(steps * rows);
         let mut room;
         let (steps, decoded): (usize, &mut [f32]) = match right {
-            Some(Right::Dictionary(_)) => {
+            Some(Right::Dictionary(_) | Right::Quantized(_)) => {
                 room = [0f32; SLOW_STEPS * PANEL];
                 (steps.min(SLOW_STEPS), &mut room)
             }
@@ -954,6 +662,10 @@ impl<I: Element> Product<'_, I> {
                     (Some(Right::Vnni(words, _)), _) => Right::Vnni(&words[from / 2 * PANEL..], PANEL),
                     (Some(Right::Dictionary(coded)), _) => {
                         coded.widen(from, len, decoded);
+                        Right::F32(decoded, PANEL)
+                    }
+                    (Some(Right::Quantized(panel)), _) => {
+                        panel.widen(cpu, from, len, decoded);
                         Right::F32(decoded, PANEL)
                     }
                     (Some(Right::F32(floats, _)), _) => Right::F32(&floats[from * PANEL..], PANEL),

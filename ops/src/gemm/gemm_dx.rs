@@ -8,7 +8,8 @@
 //! one behind the other.
 
 use super::device;
-use super::gemm::{PackedWeight, Product, Says, Weight, check_weight, packed};
+use super::gemm::{Product, Says, check_weight, packed};
+use super::packed::{PackedWeight, Weight};
 use crate::backend::device::{Arguments, Buffer, Device, Unit};
 use crate::call::Entry;
 use crate::element::{Stored, typed};

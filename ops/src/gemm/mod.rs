@@ -4,6 +4,7 @@ pub(crate) mod device;
 pub(crate) mod gemm;
 pub(crate) mod gemm_dw;
 pub(crate) mod gemm_dx;
+pub(crate) mod packed;
 pub(crate) mod shape;
 pub(crate) mod tile;
 

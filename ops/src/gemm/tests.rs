@@ -1,8 +1,9 @@
 //! Products against plain chains on every plan: nothing that decides how one is cut moves a bit.
 
-use super::gemm::{PackedWeight, gemm, gemm_packed, prepare};
+use super::gemm::{gemm, gemm_packed, prepare};
 use super::gemm_dw::{GemmDw, gemm_dw};
 use super::gemm_dx::{GemmDx, gemm_dx, gemm_dx_packed};
+use super::packed::PackedWeight;
 use crate::call::Arguments;
 use crate::gemm::shape::Gemm;
 use crate::{Backend, Counter, Cpu, DType, Element, Error, Isa, TensorMut, TensorRef, Tf32};

@@ -9,13 +9,16 @@ mod block;
 mod dictionary;
 mod dot;
 mod fma;
+mod quantized;
 
 pub use block::{Block, Chains, block_rows, block_words, fma_block, fma_chains};
 pub use dot::{dot_tile, dot_unpacking, unpack};
 pub use fma::{fma_tile, fma_tile_on};
+pub use quantized::unpack_quantized;
 
 use crate::pack::PANEL;
 use crate::pack::dictionary::DictionaryPanel;
+use crate::pack::quantized::QuantizedPanel;
 use crate::simd::prefetch::Prefetch;
 
 /// Rows that fill the registers two vectors wide.
@@ -44,6 +47,8 @@ pub enum Right<'a> {
     Vnni(&'a [u32], usize),
     /// The same in 12 bits a weight, for whom [`crate::Isa::reads_coded`] names.
     Dictionary(DictionaryPanel<'a>),
+    /// Integers with scales.
+    Quantized(QuantizedPanel<'a>),
     /// Such pairs with the earlier k in the low half, as rows of bf16 hold it, and memory that is prefetched on the way; for
     /// [`fma_tile`] and one chain of adjacent rows.
     PairsAsking(&'a [u32], usize, Prefetch),
@@ -106,6 +111,7 @@ impl<T> Tile<'_, T> {
             assert!(left_last < self.left.data.len(), "left operand too short");
             let (right_len, right_steps, stride) = match self.right {
                 Right::Dictionary(coded) => (coded.pairs() * PANEL, end.div_ceil(2), PANEL),
+                Right::Quantized(panel) => (panel.terms() * PANEL, end, PANEL),
                 Right::F32(data, stride) => (data.len(), end, stride),
                 Right::Vnni(data, stride) | Right::PairsAsking(data, stride, _) => {
                     (data.len(), end.div_ceil(2), stride)

@@ -13,7 +13,8 @@ pub(crate) mod device;
 
 use crate::call::Entry;
 use crate::element::typed;
-use crate::gemm::gemm::{PackedWeight, Panels, Product, Ran, SAYS, Tally, Weight, prepare};
+use crate::gemm::gemm::{Product, Ran, SAYS, Tally, prepare};
+use crate::gemm::packed::{PackedWeight, Panels, Weight};
 use crate::gemm::shape::{Gemm, segment_length};
 use crate::gemm::tile::{Block as Tiles, MAX_ROWS, TILE_ROWS, block_words, fma_block};
 use crate::logprob::logprob::{FAR, Origin, check_targets, inverse, join};
@@ -311,7 +312,7 @@ fn total<I: Element>(product: &Product<I>, rows: Rows) -> Result<(), Error> {
         // Beside rows of f32 a weight that is laid out here is so, too.
         w_pairs: I::IS_BF16 && (x_pairs || w_packed || !product.dots()),
         w_packed,
-        unpack: product.unpacks(tiles),
+        unpack: product.unpacks(if together.is_some() { usize::MAX } else { tiles }),
         together: together.is_some(),
         rows: m,
         // Whether rows are summed twice shows only when they were summed once.
@@ -491,7 +492,7 @@ impl<I: Element> Block<'_, I> {
             let mut operand = match product.w {
                 Weight::Packed(group) if plan.unpack => {
                     let mut operand = group.panel(panel, laid_out);
-                    if !plan.x_pairs {
+                    if !plan.x_pairs || product.quantized() {
                         operand.unpack(cpu);
                     }
                     Some(operand)

@@ -13,8 +13,9 @@ pub(crate) mod device;
 
 use crate::call::Entry;
 use crate::element::typed;
-use crate::gemm::gemm::{PackedWeight, Product, Says, Tiling, Weight};
+use crate::gemm::gemm::{Product, Says, Tiling};
 use crate::gemm::gemm_dw::{Cut, Factors, GemmDw, Sums, goes_on_exactly};
+use crate::gemm::packed::{PackedWeight, Weight};
 use crate::gemm::shape::{Gemm, segment_length};
 use crate::gemm::tile::dot_is_exact;
 use crate::logprob::logprob::{check_targets, inverse};

@@ -1,4 +1,4 @@
-// Choice of experts: logits[T,E], bias[E]? -> index[T,K], weight[T,K]: route.rs. A warp takes a token. Scores are the
+// Choice of experts: logits[T,E], bias[E]?, experts[T,K]? -> index[T,K], weight[T,K]: route.rs. A warp takes a token. Scores are the
 // softmax, which another kernel has made, the sigmoid of the logits, or these. Groups and experts are taken one after the
 // other: the largest that is left, the lowest index among equals.
 #include "math.cuh"
@@ -10,8 +10,8 @@ struct Choice {
     // What scores are: softmaxes, sigmoids or logits.
     int scoring;
     // Whether logits decide the choice, whether there is a bias, whether a group is worth its two largest choices, and
-    // whether weights are divided by their sum.
-    int by_logits, has_bias, top_two, normalise;
+    // whether weights are divided by their sum. Whether experts are named.
+    int by_logits, has_bias, has_experts, top_two, normalise;
     float scale;
 };
 
@@ -52,7 +52,7 @@ DEVICE void weigh(Score score, int chosen, int normalise, float more, float scal
 }
 
 KERNEL(32, 16) route(Choice choice, GLOBAL(const In) logits, GLOBAL(const float) softmax, GLOBAL(const In) bias,
-                     GLOBAL(int) index, GLOBAL(float) weight) {
+                     GLOBAL(const int) named, GLOBAL(int) index, GLOBAL(float) weight) {
     SHARED_REST(unsigned, room);
     int lane = threadIdx.x, size = choice.experts / choice.groups;
     long long first = static_cast<long long>(blockIdx.x) * choice.experts;
@@ -68,7 +68,15 @@ KERNEL(32, 16) route(Choice choice, GLOBAL(const In) logits, GLOBAL(const float)
     };
     for (int e = lane; e < choice.experts; e += 32) ranks[e] = rank_of(value_of(e));
     __syncwarp();
-    if (choice.top_groups < choice.groups) {
+    if (choice.has_experts) named = named + static_cast<long long>(blockIdx.x) * choice.chosen;
+    if (choice.has_experts && named[0] >= 0) {
+        for (int e = lane; e < choice.experts; e += 32) {
+            bool out = true;
+            for (int i = 0; i < choice.chosen; i++) out = out && named[i] != e;
+            if (out) ranks[e] = 0u;
+        }
+        __syncwarp();
+    } else if (choice.top_groups < choice.groups) {
         for (int g = lane; g < choice.groups; g += 32) {
             unsigned best = 0, place = 0xFFFFFFFFu, next = 0, next_place = 0xFFFFFFFFu;
             for (int i = 0; i < size; i++) {

@@ -1,4 +1,4 @@
-//! Choice of experts: `logits[T,E], bias[E]? -> index[T,K], weight[T,K]` (f32).
+//! Choice of experts: `logits[T,E], bias[E]?, experts[T,K]? -> index[T,K], weight[T,K]` (f32).
 //!
 //! Formula: scores are the softmax or the sigmoid of the logits. The K experts of the largest `score + bias`, or
 //! `logit + bias`, are chosen, where experts stand in groups only from the best groups; rank 0 is the largest. A weight is a chosen expert's score
@@ -7,12 +7,13 @@
 //! largest, larger first. Groups and experts are taken one after the other, each time the largest that is left, the
 //! lowest index among equals (-0 equals +0, a NaN is larger than every number). The sum of the chosen scores adds them
 //! in the order of rank, from +0; with the sigmoid `f32(1e-20)` is added last.
+//! Where `experts` names those of a token, they are chosen, whatever group they are of, in the same order.
 //! SparseMixer: scores are the logits, and a weight is the softmax of those that neither were chosen before nor lie far below the
 //! chosen one: `(chosen - x) / max(|x|, chosen) > f32(2 * jitter)`.
 //! Rounding: every step once to f32.
 
 use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, int, launch_struct};
-use crate::call::Entry;
+use crate::call::{Arguments as CallArguments, Entry};
 use crate::element::{Stored, typed};
 use crate::logprob::softmax;
 use crate::math::sigmoid;
@@ -99,11 +100,12 @@ pub enum GroupWorth {
     TopTwo,
 }
 
-/// `logits[T,E], bias[E]? -> index[T,K], weight[T,K]`, row-major, experts of a token in the order of rank.
+/// `logits[T,E], bias[E]?, experts[T,K]? -> index[T,K], weight[T,K]`, row-major, experts of a token in the order of rank. A row of
+/// `experts` names those of its token, or is -1, and the token chooses.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when groups do not divide the experts or are too few
-/// for K, or `scale` is not finite in f32.
+/// for K, `scale` is not finite in f32, or a row of `experts` names one that there is not, or one twice.
 ///
 /// ```
 /// use samebits_ops::{ChosenBy, Cpu, GroupWorth, Route, Scoring, route};
@@ -122,8 +124,11 @@ pub enum GroupWorth {
 ///     scale: 1.0,
 /// };
 /// let (mut index, mut weight) = ([0; 2], [0f32; 2]);
-/// route(&Cpu::best(), &shape, &[1f32, 5.0, 5.0], None, &mut index, &mut weight)?;
+/// route(&Cpu::best(), &shape, &[1f32, 5.0, 5.0], None, None, &mut index, &mut weight)?;
 /// assert_eq!((index, weight), ([1, 2], [0.5, 0.5]));
+/// // Another choice, replayed: the weights are those of its own scores.
+/// route(&Cpu::best(), &shape, &[1f32, 1.0, 5.0], None, Some(&[1, 0]), &mut index, &mut weight)?;
+/// assert_eq!((index, weight), ([0, 1], [0.5, 0.5]));
 /// # Ok::<(), samebits_ops::Error>(())
 /// ```
 pub fn route<I: Element>(
@@ -131,13 +136,13 @@ pub fn route<I: Element>(
     shape: &Route,
     logits: &[I],
     bias: Option<&[I]>,
+    experts: Option<&[i32]>,
     index: &mut [i32],
     weight: &mut [f32],
 ) -> Result<(), Error> {
     check(shape, [logits.len(), index.len(), weight.len()], bias.map(<[I]>::len))?;
-    let Route { tokens, experts, .. } = *shape;
-    let bias = bias.map(|bias| TensorRef::of(bias, &[experts]));
-    run(cpu, shape, TensorRef::of(logits, &[tokens, experts]), bias, (index, weight))
+    let bias = bias.map(|bias| TensorRef::of(bias, &[shape.experts]));
+    run(cpu, shape, TensorRef::of(logits, &[shape.tokens, shape.experts]), bias, experts, (index, weight))
 }
 
 /// Rows of logits of any layout; the lengths have been checked.
@@ -146,10 +151,12 @@ fn run(
     shape: &Route,
     logits: TensorRef,
     bias: Option<TensorRef>,
+    named: Option<&[i32]>,
     (index, weight): (&mut [i32], &mut [f32]),
 ) -> Result<(), Error> {
     let Route { tokens, experts, chosen, .. } = *shape;
     let scale = check_choice("route", shape)?;
+    named.map_or(Ok(()), |named| check_named(shape, named))?;
     logits.on_host("route", "logits")?;
     if tokens == 0 {
         return Ok(());
@@ -168,7 +175,8 @@ fn run(
         cpu.each(tokens, |_| {
             let next = rows.lock().expect("no panic while holding the lock").next();
             let (t, (scores, (index, weight))) = next.expect("one for each token");
-            choose_row(shape, (scores, logits.row(t)), bias, index, weight);
+            let named = named.map(|named| &named[t * chosen..][..chosen]).filter(|named| named[0] >= 0);
+            choose_row(shape, (scores, logits.row(t)), bias, named, (index, weight));
         });
         if let Some(limit) = shape.scoring.limit() {
             let shares = shares(cpu, shape, logits, index, limit)?;
@@ -201,9 +209,10 @@ launch_struct! {
         /// What scores are: softmaxes, sigmoids or logits.
         scoring: i32,
         /// Whether logits decide the choice, whether there is a bias, whether a group is worth its two
-        /// largest choices, and whether weights are divided by their sum.
+        /// largest choices, and whether weights are divided by their sum. Whether experts are named.
         by_logits: i32,
         has_bias: i32,
+        has_experts: i32,
         top_two: i32,
         normalise: i32,
         scale: f32,
@@ -218,7 +227,7 @@ pub(crate) const OP: Entry = Entry {
         let Route { tokens, chosen, .. } = shape;
         let (mut index, mut weights) = (vec![0i32; tokens * chosen], vec![0f32; tokens * chosen]);
         let (logits, bias) = (args.input("logits"), args.optional("bias"));
-        run(cpu, &shape, logits, bias, (&mut index, &mut weights))?;
+        run(cpu, &shape, logits, bias, named(args)?, (&mut index, &mut weights))?;
         let (rank, weight) =
             (args.output("rank").host::<i32>("route", "rank")?, args.output("weight").host::<f32>("route", "weight")?);
         spread(&shape, &index, &weights, rank, weight);
@@ -233,7 +242,8 @@ pub(crate) const OP: Entry = Entry {
         let (logits, bias) = (args.input("logits"), args.optional("bias"));
         typed!(logits.dtype() => I, {
             let bias = bias.map(|bias| bias.device::<I>("route", "bias")).transpose()?;
-            on_device(on, &shape, logits.device::<I>("route", "logits")?, bias, &mut index, &mut weights)?;
+            let logits = logits.device::<I>("route", "logits")?;
+            on_device(on, &shape, logits, bias, named(args)?, (&mut index, &mut weights))?;
         });
         let (mut chosen, mut scores) = (vec![0; count], vec![0f32; count]);
         index.download(on, &mut chosen)?;
@@ -247,7 +257,12 @@ pub(crate) const OP: Entry = Entry {
     prepare: None,
 };
 
-/// [`route`] on a device; softmax scores stand in the workspace.
+/// The experts that a call names.
+fn named<'a>(args: &CallArguments<'_, 'a>) -> Result<Option<&'a [i32]>, Error> {
+    args.optional("experts").map(|_| args.integers("experts")).transpose()
+}
+
+/// [`route`] on a device; softmax scores stand in the workspace, and so do `experts`, which come from the host.
 ///
 /// # Errors
 /// As [`route`]; more experts than a block has room for; errors of the device.
@@ -256,13 +271,14 @@ pub fn on_device<I: Stored>(
     shape: &Route,
     logits: &Buffer<I>,
     bias: Option<&Buffer<I>>,
-    index: &mut Buffer<i32>,
-    weight: &mut Buffer<f32>,
+    named: Option<&[i32]>,
+    (index, weight): (&mut Buffer<i32>, &mut Buffer<f32>),
 ) -> Result<(), Error> {
     let Route { tokens, experts, chosen, groups, top_groups, .. } = *shape;
     let op = "route";
     let lens = [logits.len(), index.len(), weight.len()];
     let scale = check(shape, lens, bias.map(Buffer::len))?;
+    named.map_or(Ok(()), |named| check_named(shape, named))?;
     if tokens == 0 {
         return Ok(());
     }
@@ -292,6 +308,7 @@ pub fn on_device<I: Stored>(
         },
         by_logits: i32::from(shape.chosen_by == ChosenBy::Logits),
         has_bias: i32::from(bias.is_some()),
+        has_experts: i32::from(named.is_some()),
         top_two: i32::from(shape.group_worth == GroupWorth::TopTwo),
         normalise: i32::from(shape.normalise),
         scale,
@@ -305,8 +322,13 @@ pub fn on_device<I: Stored>(
         Some(bias) => arguments.buffer(bias),
         None => arguments.null(),
     };
+    let named = named.map(|named| device.upload(op, named)).transpose()?;
+    let arguments = match &named {
+        Some(named) => arguments.buffer(named),
+        None => arguments.null(),
+    };
     let arguments = arguments.buffer(index).buffer(weight);
-    // SAFETY: lengths were checked; a block takes a token, and its shared memory holds what the kernel keeps there.
+    // SAFETY: lengths were checked, and experts that are named are; a block takes a token, and its shared memory holds what the kernel keeps there.
     unsafe { device.launch(Build::of::<I, f32>(op), op, [tokens, 1, 1], 32, shared, &arguments)? };
     let Some(limit) = shape.scoring.limit() else { return Ok(()) };
     let shares = shares_on_device(device, shape, logits, index, limit)?;
@@ -349,10 +371,11 @@ pub fn route_to<I: Stored>(
     shape: &Route,
     logits: &Buffer<I>,
     bias: Option<&Buffer<I>>,
+    experts: Option<&[i32]>,
     weight: &mut Buffer<f32>,
 ) -> Result<Indices, Error> {
     let mut index = device.empty("route", shape.tokens.saturating_mul(shape.chosen))?;
-    on_device(device, shape, logits, bias, &mut index, weight)?;
+    on_device(device, shape, logits, bias, experts, (&mut index, weight))?;
     // The kernel takes places of experts that are left, and there are as many as are chosen.
     Ok(Indices::made(device, index, shape.experts))
 }
@@ -396,6 +419,35 @@ pub(crate) fn check(shape: &Route, [logits, index, weight]: [usize; 3], bias: Op
         check_len("route", "bias", "[E]", bias, &[experts])?;
     }
     check_choice("route", shape)
+}
+
+/// Every row names experts, none twice, or is -1.
+fn check_named(shape: &Route, named: &[i32]) -> Result<(), Error> {
+    let Route { tokens, experts, chosen, .. } = *shape;
+    check_len("route", "experts", "[T,K]", named.len(), &[tokens, chosen])?;
+    for (token, row) in named.chunks_exact(chosen).enumerate().filter(|(_, row)| row.iter().any(|name| *name != -1)) {
+        check_row("route", "experts", (token * chosen, row), experts)?;
+    }
+    Ok(())
+}
+
+/// Refuses a row, from an element on, that has not one expert in each place, or one twice.
+pub(super) fn check_row(
+    op: &'static str,
+    what: &str,
+    (first, row): (usize, &[i32]),
+    experts: usize,
+) -> Result<(), Error> {
+    for (i, &expert) in row.iter().enumerate() {
+        let name = || format!("{what} element {} is {expert}", first + i);
+        if !usize::try_from(expert).is_ok_and(|expert| expert < experts) {
+            return Err(value_error(op, format!("{} of {experts} experts", name())));
+        }
+        if row[..i].contains(&expert) {
+            return Err(value_error(op, format!("{}, which its token has twice", name())));
+        }
+    }
+    Ok(())
 }
 
 /// Checks the parameters: `f32(scale)`.
@@ -465,13 +517,13 @@ pub(super) fn shares<I: Element>(
     Ok(shares)
 }
 
-/// Chooses for one token, by its scores or its logits: the experts and their scores.
+/// Chooses for one token, by its scores or its logits: the experts, all or those that are named, and their scores.
 fn choose_row<I: Element>(
     shape: &Route,
     (scores, logits): (&[f32], &[I]),
     bias: Option<&[I]>,
-    index: &mut [i32],
-    weight: &mut [f32],
+    named: Option<&[i32]>,
+    (index, weight): (&mut [i32], &mut [f32]),
 ) {
     let size = shape.experts / shape.groups;
     let decides = |expert: usize| match shape.chosen_by {
@@ -480,7 +532,10 @@ fn choose_row<I: Element>(
     };
     let choice = |expert| bias.map_or(decides(expert), |bias| decides(expert) + bias[expert].widen());
     let mut choice: Vec<Option<f32>> = (0..shape.experts).map(|expert| Some(choice(expert))).collect();
-    if shape.top_groups < shape.groups {
+    if let Some(named) = named {
+        let is_out = |(expert, _): &(usize, _)| !named.contains(&(*expert as i32));
+        choice.iter_mut().enumerate().filter(is_out).for_each(|(_, choice)| *choice = None);
+    } else if shape.top_groups < shape.groups {
         let mut worth: Vec<Option<f32>> =
             choice.chunks_exact(size).map(|group| Some(worth(shape.group_worth, group.to_vec()))).collect();
         let mut kept = vec![false; shape.groups];

@@ -12,7 +12,9 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, in
 use crate::call::{Arguments as CallArguments, Entry};
 use crate::element::{Stored, typed};
 use crate::logprob::softmax;
-use crate::moe::route::{ChosenBy, GroupWorth, Route, Scoring, check_choice, shares, shares_on_device, sigmoid_of};
+use crate::moe::route::{
+    ChosenBy, GroupWorth, Route, Scoring, check_choice, check_row, shares, shares_on_device, sigmoid_of,
+};
 use crate::profile::IEEE;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
@@ -73,18 +75,8 @@ fn check(shape: &Route, [logits, dlogits]: [usize; 2], [index, dweight]: [usize;
 
 /// Every index is one of an expert, and no token has one twice.
 fn check_index(shape: &Route, index: &[i32]) -> Result<(), Error> {
-    // The token that had each expert last, counted from 1.
-    let mut had = vec![0; shape.experts];
-    for (i, &expert) in index.iter().enumerate() {
-        let Some(had) = usize::try_from(expert).ok().and_then(|expert| had.get_mut(expert)) else {
-            return Err(value_error(NAME, format!("index element {i} is {expert} of {} experts", shape.experts)));
-        };
-        let token = i / shape.chosen + 1;
-        if std::mem::replace(had, token) == token {
-            return Err(value_error(NAME, format!("index element {i} is {expert}, which its token has twice")));
-        }
-    }
-    Ok(())
+    let mut rows = index.chunks_exact(shape.chosen).enumerate();
+    rows.try_for_each(|(token, row)| check_row(NAME, "index", (token * shape.chosen, row), shape.experts))
 }
 
 /// Rows of logits of any layout; the rest has been checked.

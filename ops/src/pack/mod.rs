@@ -3,6 +3,7 @@
 pub mod dictionary;
 pub mod matrix;
 pub mod patches;
+pub mod quantized;
 
 use crate::simd::prefetch::{Prefetch, prefetch, prefetch_all};
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at};

@@ -264,6 +264,21 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn load_i8(self, p: *const i8) -> __m256 {
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()))) }
+    }
+
+    #[inline(always)]
+    fn nibble<const SHIFT: u32>(self, words: __m256, least: __m256) -> __m256 {
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            let shifted = _mm256_srl_epi32(_mm256_castps_si256(words), _mm_cvtsi32_si128(SHIFT as i32));
+            _mm256_add_ps(_mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(15))), least)
+        }
+    }
+
+    #[inline(always)]
     unsafe fn narrow_f32(self, v: __m256, p: *mut f32) {
         // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm256_storeu_ps(p, canonical(v)) }

@@ -230,6 +230,23 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn load_i8(self, p: *const i8) -> __m512 {
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
+    }
+
+    #[inline(always)]
+    fn nibble<const SHIFT: u32>(self, words: __m512, least: __m512) -> __m512 {
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            // A permutation looks at the lowest four bits alone; the table stays where it is while a loop runs.
+            let numbers = _mm512_setr_ps(0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.);
+            let which = _mm512_srli_epi32::<SHIFT>(_mm512_castps_si512(words));
+            _mm512_permutexvar_ps(which, _mm512_add_ps(numbers, least))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn narrow_f32(self, v: __m512, p: *mut f32) {
         // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm512_storeu_ps(p, words::canonical(self, v)) }
@@ -415,6 +432,17 @@ impl Simd512 for Avx512 {
         unsafe {
             use std::mem::transmute;
             _mm512_dpbf16_ps(sums, transmute::<__m512i, __m512bh>(a), transmute::<__m512i, __m512bh>(b))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn pairs_of_normals(self, high: __m512, low: __m512) -> __m512i {
+        // SAFETY: the caller's promise; a vector of pairs of bf16 and one of words have the same 512 bits.
+        unsafe {
+            let halves = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+            let half = |i: i32| (i + 16) << 16 | i;
+            let which = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15].map(half);
+            _mm512_permutexvar_epi16(_mm512_loadu_si512(which.as_ptr().cast()), halves)
         }
     }
 

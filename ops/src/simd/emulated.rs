@@ -560,6 +560,14 @@ impl Simd512 for Emulated {
         sums
     }
     #[inline(always)]
+    unsafe fn pairs_of_normals(self, high: Floats, low: Floats) -> Words {
+        let mut pairs = Words([0; 16]);
+        // SAFETY: it has room for all.
+        unsafe { self.narrow_pairs(flushed(self, high), flushed(self, low), pairs.0.as_mut_ptr()) };
+        // What a subnormal would have been rounded up to was read as zero, and others give none.
+        pairs
+    }
+    #[inline(always)]
     unsafe fn call<K: Kernel512>(self, kernel: K) -> K::Output {
         // SAFETY: the caller's promise.
         unsafe { enter_dot(kernel) }

@@ -121,6 +121,32 @@ pub trait Simd: Copy + Send + Sync {
     /// # Safety
     /// `p` is valid for reading `LANES` elements.
     unsafe fn load_f16(self, p: *const f16) -> Self::F;
+    /// Loads and widens `LANES` signed bytes. Not for vectors that are unrolled.
+    /// # Safety
+    /// `p` is valid for reading `LANES` elements.
+    #[inline(always)]
+    unsafe fn load_i8(self, p: *const i8) -> Self::F {
+        assert!(Self::LANES <= MAX_LANES);
+        // SAFETY: the caller's promise, and there are as many floats as the vector has.
+        unsafe {
+            let lane = |i: usize| if i < Self::LANES { f32::from(p.add(i).read()) } else { 0.0 };
+            let lanes: [f32; MAX_LANES] = std::array::from_fn(lane);
+            self.load(lanes.as_ptr())
+        }
+    }
+    /// Of the words of a vector, as they stand, the number in the four bits from `SHIFT` on, plus `least`, a small integer. Not
+    /// of vectors that are unrolled.
+    #[inline(always)]
+    fn nibble<const SHIFT: u32>(self, words: Self::F, least: Self::F) -> Self::F {
+        assert!(Self::LANES <= MAX_LANES);
+        let mut lanes = [0f32; MAX_LANES];
+        // SAFETY: there are as many as the vector has.
+        unsafe {
+            self.store(words, lanes.as_mut_ptr());
+            lanes.iter_mut().for_each(|lane| *lane = (lane.to_bits() >> SHIFT & 15) as f32);
+            self.add(self.load(lanes.as_ptr()), least)
+        }
+    }
     /// The last rounding to f32: only NaN changes, to the canonical one.
     /// # Safety
     /// `p` is valid for writing `LANES` elements.

@@ -103,6 +103,10 @@ pub trait Simd512: Simd {
     /// # Safety
     /// The machine has the instruction.
     unsafe fn dpbf16_ps(self, sums: Self::F, a: Self::I, b: Self::I) -> Self::F;
+    /// Pairs of two vectors rounded to bf16, `high` in the high halves, by `VCVTNE2PS2BF16`: subnormals are read and given as zero.
+    /// # Safety
+    /// The machine has the instruction.
+    unsafe fn pairs_of_normals(self, high: Self::F, low: Self::F) -> Self::I;
     /// Runs another kernel with the same instructions, as a function of its own.
     /// # Safety
     /// That of [`Kernel512::run`].

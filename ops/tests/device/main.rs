@@ -302,11 +302,11 @@ fn indices_of_captured_work_are_read_in_it_alone() {
     let mut weight = device.empty::<f32>("test", chosen).unwrap();
     let mut y = device.empty::<f32>("test", chosen).unwrap();
     let mut product = |choice: &Indices| gemm_experts(&device, [1, k], (&x, chosen), choice, &w, None, &mut y);
-    let at_once = route_to(&device, &shape, &logits, None, &mut weight).unwrap();
+    let at_once = route_to(&device, &shape, &logits, None, None, &mut weight).unwrap();
     product(&at_once).unwrap();
     let mut choice = None;
     let graph = device.capture(&mut || {
-        let made = route_to(&device, &shape, &logits, None, &mut weight)?;
+        let made = route_to(&device, &shape, &logits, None, None, &mut weight)?;
         product(&made)?;
         choice = Some(made);
         Ok(())

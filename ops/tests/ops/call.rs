@@ -129,7 +129,7 @@ fn extent(axis: &str, large: bool) -> usize {
 fn shape_of(op: &Op, input: &Input, large: bool) -> Vec<usize> {
     let extent = |axis: &str| match axis {
         // Few choices for each token, and a row for each.
-        "K" if op.owned().is_some() => 3,
+        "K" if op.owned().is_some() || op.follows("K") => 3,
         _ if op.owned().is_some_and(|(_, owned)| owned == axis) => 3 * extent("T", large) + 2,
         // Those of a convolution.
         "K" if op.follows("J") => 4,
@@ -179,6 +179,7 @@ fn draw(op: &'static Op, dtype: DType, out: DType, large: bool, random: &mut Ran
                 let i = (i % shape[shape.len() - 1]) as i64;
                 if i <= most { i as i32 } else { -1 }
             }
+            Holds::Choices(_) => (i % call.count("chosen")) as i32,
             Holds::Distinct(_) => most as i32 - i as i32,
             _ => (least.max(0) + (random.next() % (most - least.max(0) + 1).max(1) as u64) as i64) as i32,
         });

@@ -296,7 +296,20 @@ fn route_gradient(shape: &Route, scores: &[f32], index: &[i32], dweight: &[f32])
     dlogits
 }
 
-fn check_route(shape: &Route, seed: u64, biased: bool) {
+/// A token out of three names no experts, the others those of any groups.
+fn named(shape: &Route, seed: u64) -> Vec<i32> {
+    let of_token = |token: usize| {
+        let mut all: Vec<i32> = (0..shape.experts as i32).collect();
+        all.sort_by_key(|&expert| {
+            (seed >> 5).wrapping_mul(2 * (expert as u64 + 31 * token as u64) + 1).rotate_left(23)
+        });
+        all.truncate(shape.chosen);
+        if token % 3 == 1 { vec![-1; shape.chosen] } else { all }
+    };
+    (0..shape.tokens).flat_map(of_token).collect()
+}
+
+fn check_route(shape: &Route, seed: u64, biased: bool, named: Option<&[i32]>) {
     let Route { tokens, experts, chosen, .. } = *shape;
     // Sigmoids of large logits are all 1.
     let spread = if shape.chosen_by == ChosenBy::Logits { 60.0 } else { 4.0 };
@@ -311,7 +324,7 @@ fn check_route(shape: &Route, seed: u64, biased: bool) {
         Scoring::SparseMixer { .. } => scores.copy_from_slice(&logits),
     }
     let (mut index, mut weight) = (Vec::new(), Vec::new());
-    for (scores, logits) in scores.chunks(experts).zip(logits.chunks(experts)) {
+    for (token, (scores, logits)) in scores.chunks(experts).zip(logits.chunks(experts)).enumerate() {
         let decides = if shape.chosen_by == ChosenBy::Logits { logits } else { scores };
         let choice: Vec<f32> = (0..experts).map(|e| bias.as_ref().map_or(decides[e], |b| decides[e] + b[e])).collect();
         let size = experts / shape.groups;
@@ -336,6 +349,9 @@ fn check_route(shape: &Route, seed: u64, biased: bool) {
                 left[group * size..(group + 1) * size].fill(true);
             }
         }
+        if let Some(named) = named.map(|named| &named[token * chosen..][..chosen]).filter(|named| named[0] >= 0) {
+            left = (0..experts as i32).map(|expert| named.contains(&expert)).collect();
+        }
         let mut row: Vec<usize> = Vec::new();
         for _ in 0..chosen {
             let expert = largest(&choice, &left);
@@ -357,11 +373,12 @@ fn check_route(shape: &Route, seed: u64, biased: bool) {
         }
         for score in of_row {
             let share = if shape.normalise { score / sum } else { score };
-            weight.push(share * shape.scale as f32);
+            // Where all that are named have a score of 0, it is NaN.
+            weight.push(f32::narrow(share * shape.scale as f32));
         }
     }
     let dweight: Vec<f32> = values(seed ^ 3, weight.len(), 2.0);
-    let dlogits = match shape.scoring {
+    let dlogits: Vec<f32> = match shape.scoring {
         Scoring::SparseMixer { jitter } => {
             let tokens = index.chunks(chosen).zip(dweight.chunks(chosen)).zip(logits.chunks(experts));
             let of_token = |((index, dweight), logits): ((&[i32], &[f32]), &[f32])| {
@@ -371,9 +388,15 @@ fn check_route(shape: &Route, seed: u64, biased: bool) {
         }
         _ => route_gradient(shape, &scores, &index, &dweight),
     };
+    let dlogits: Vec<f32> = dlogits.into_iter().map(f32::narrow).collect();
     for cpu in cpus() {
         let (mut i, mut w) = (vec![0; index.len()], vec![0f32; weight.len()]);
-        route(&cpu, shape, &logits, bias.as_deref(), &mut i, &mut w).unwrap();
+        route(&cpu, shape, &logits, bias.as_deref(), named, &mut i, &mut w).unwrap();
+        assert_eq!((i, bits(&w)), (index.clone(), bits(&weight)), "{cpu:?} {shape:?}");
+        // What was chosen is chosen again, in whatever order it is named.
+        let backwards: Vec<i32> = index.chunks(chosen).flat_map(|row| row.iter().rev()).copied().collect();
+        let (mut i, mut w) = (vec![0; index.len()], vec![0f32; weight.len()]);
+        route(&cpu, shape, &logits, bias.as_deref(), Some(&backwards), &mut i, &mut w).unwrap();
         assert_eq!((i, bits(&w)), (index.clone(), bits(&weight)), "{cpu:?} {shape:?}");
         let mut found = vec![f32::NAN; logits.len()];
         route_backward(&cpu, shape, &logits, &index, &dweight, &mut found).unwrap();
@@ -503,7 +526,8 @@ proptest! {
             normalise: flags & 4 == 0,
             scale: 2.5,
         };
-        check_route(&shape, seed, flags & 8 == 0);
+        check_route(&shape, seed, flags & 8 == 0, None);
+        check_route(&shape, seed, flags & 8 == 0, Some(&named(&shape, seed)));
     }
 
     #[test]
@@ -574,7 +598,7 @@ fn wrong_shapes_and_values_are_refused() {
     };
     let run = |shape: Route| {
         let (mut index, mut weight) = (vec![0; shape.chosen], vec![0.0; shape.chosen]);
-        route(&cpu, &shape, &[0f32; 6], None, &mut index, &mut weight).map(|()| index)
+        route(&cpu, &shape, &[0f32; 6], None, None, &mut index, &mut weight).map(|()| index)
     };
     // All equal: the lowest expert of the lowest group first.
     assert_eq!(run(shape).unwrap(), [0, 1]);
@@ -589,6 +613,17 @@ fn wrong_shapes_and_values_are_refused() {
     ] {
         let line = run(wrong).unwrap_err().to_string();
         assert!(line.contains(expected), "{line}");
+    }
+    for (named, expected) in [
+        (&[0, 6][..], "experts element 1 is 6 of 6 experts"),
+        (&[-1, 2], "experts element 0 is -1 of 6 experts"),
+        (&[4, 4], "experts element 1 is 4, which its token has twice"),
+        (&[4], "experts"),
+    ] {
+        let (mut index, mut weight) = ([7; 2], [7f32; 2]);
+        let line = route(&cpu, &shape, &[0f32; 6], None, Some(named), &mut index, &mut weight).unwrap_err().to_string();
+        assert!(line.contains(expected), "{line}");
+        assert_eq!((index, weight), ([7; 2], [7.0; 2]));
     }
     let backward = |index: &[i32]| {
         let mut dlogits = [7f32; 6];

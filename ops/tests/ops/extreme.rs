@@ -779,8 +779,10 @@ const OPS: [(&str, Op); 72] = [
         let shape = d.route();
         let (logits, bias) = (d.floats(&[shape.tokens, shape.experts]), d.floats(&[shape.experts]));
         let chosen = [shape.tokens, shape.chosen];
-        let (mut index, mut weight, with) = (d.ints(&chosen, 1), d.floats(&chosen), d.flag());
-        route(&d.cpu, &shape, &logits, with.then_some(&bias[..]), &mut index, &mut weight)
+        let (mut index, mut weight, with) = (d.ints(&chosen, 1), d.floats(&chosen), [d.flag(), d.flag()]);
+        let named = d.ints(&chosen, shape.experts);
+        let (bias, named) = (with[0].then_some(&bias[..]), with[1].then_some(&named[..]));
+        route(&d.cpu, &shape, &logits, bias, named, &mut index, &mut weight)
     }),
     ("route_backward", |d| {
         let shape = d.route();

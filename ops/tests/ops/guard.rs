@@ -170,7 +170,10 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
                 scale,
             };
             let (logits, bias) = (r.floats::<I>(3 * experts), r.floats(experts));
-            route(&r.cpu, &shape, &logits, Some(&bias), &mut r.room(3 * chosen), &mut r.room(3 * chosen))
+            // The second token names none.
+            let named =
+                r.ints((0..3 * chosen as i32).map(|i| if i / chosen as i32 == 1 { -1 } else { i % chosen as i32 }));
+            route(&r.cpu, &shape, &logits, Some(&bias), Some(&named), &mut r.room(3 * chosen), &mut r.room(3 * chosen))
         }),
         ("route_backward", |r, n| {
             let (experts, chosen) = (n, 2.min(n));

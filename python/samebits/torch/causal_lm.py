@@ -94,6 +94,8 @@ class CausalLM(torch.nn.Module):
         for name in constants:
             self._put(name, tensors[name].to(torch.float32, copy=True).contiguous())
         self._sums: accumulate | None = None
+        # How many choices of routers the last call of `logprob` found to be others than recorded, and of how many.
+        self.flips: tuple[int, int] | None = None
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], **how: Any) -> CausalLM:
@@ -136,6 +138,8 @@ class CausalLM(torch.nn.Module):
         temperature: float | None = None,
         sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         prompt: Sequence[int] | None = None,
+        experts: Any = None,
+        replay_experts: bool = False,
     ) -> torch.Tensor:
         """The log-probability of each token, given those before it: f32, with gradients.
 
@@ -147,6 +151,11 @@ class CausalLM(torch.nn.Module):
         each, and `prompt[B]` how many tokens of each were given and not sampled. Gives `[B,T]`, of a list `[B, longest]`: 0 for the
         first token of a sequence and for padding, whatever stands there. A token that its settings leave out is a ValueError
         that names it; where no gradient is asked for, and with `allow_nonfinite`, it has -inf.
+
+        `experts` are those that somebody recorded of the tokens, of each sequence integers `[tokens, layers, chosen]` as samples have
+        them, with or without a last token, or beside a tensor of tokens `[B,T,layers,chosen]`: `flips` says afterwards in how many
+        choices the routers differ, and of how many. With `replay_experts` those are chosen, with weights of the routers' own scores,
+        and the routers' gradient goes through them.
         """
         samples = [one for one in tokens if isinstance(one, Sample)] if isinstance(tokens, (list, tuple)) else []
         if samples:
@@ -162,12 +171,17 @@ class CausalLM(torch.nn.Module):
             tokens = [sample.prompt_tokens + [int(token) for token in sample.tokens] for sample in samples]
             sampling = [{**sample.sampling, "temperature": sample.temperature} for sample in samples]
             prompt = [len(sample.prompt_tokens) for sample in samples]
+            experts = [sample.experts for sample in samples] if experts is None and any(s.experts is not None for s in samples) else experts
         placed = _Placed(tokens, mask)
-        drawn = _drawn(placed.sequences, 1.0 if temperature is None else temperature, sampling, prompt)
+        if replay_experts and experts is None:
+            raise ValueError("replay_experts: there are no `experts`; samples have them where the engine recorded them")
+        recorded = None if experts is None else placed.experts(experts, replay_experts)
+        drawn = _drawn(placed.sequences, 1.0 if temperature is None else temperature, sampling, prompt, recorded)
         weights = self._weights()
         of = self.micro_batch or max(len(placed.sequences), 1)
         if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
-            return placed.out(self._native.logprobs(placed.sequences, drawn, of, self.allow_nonfinite).torch())
+            found, self.flips = self._native.logprobs(placed.sequences, drawn, of, self.allow_nonfinite)
+            return placed.out(found.torch())
         if all(weight.requires_grad for weight in weights):
             return placed.out(_Logprob.apply(self, placed.sequences, drawn, bool(samples), of, *weights))
         frozen = next(name for name, weight in zip(self._names, weights) if not weight.requires_grad)
@@ -263,14 +277,21 @@ def _whole(parts: list[Place], tensor: Callable[[str], torch.Tensor]) -> torch.T
     return torch.stack([torch.cat(halves) for halves in experts.values()])
 
 
+# Of a sequence: layers, experts chosen in each, all of them, and whether they are replayed.
+_Recorded = tuple[int, int, list[int], bool] | None
+
+
 def _drawn(
-    sequences: list[list[int]], temperature: float, sampling: Any, prompt: Sequence[int] | None
-) -> float | list[tuple[str, int]]:
-    """What log-probabilities are those of: all tokens at a temperature, or for each sequence its settings and its prompt's length."""
+    sequences: list[list[int]], temperature: float, sampling: Any, prompt: Sequence[int] | None, experts: list[_Recorded] | None
+) -> float | list[tuple[str, int, _Recorded]]:
+    """What log-probabilities are those of: all tokens at a temperature, or for each sequence its settings, its prompt's length, and the
+    experts that were recorded of it."""
     if sampling is None:
         if prompt is not None:
             raise ValueError("prompt: says where settings begin; give `sampling`, too")
-        return divisor(temperature)
+        if experts is None:
+            return divisor(temperature)
+        sampling, prompt = {}, [1] * len(sequences)
     each = [sampling] * len(sequences) if isinstance(sampling, Mapping) else list(sampling)
     if prompt is None:
         raise ValueError("sampling: give `prompt`, how many tokens of each sequence were not sampled")
@@ -280,9 +301,9 @@ def _drawn(
     told = [settings_of(settings, temperature) for settings in each]
     found = [json.loads(settings) for settings in told]
     temperatures = {divisor(settings["temperature"]) for settings in found}
-    if len(temperatures) == 1 and all(len(settings) == 1 for settings in found):
+    if len(temperatures) == 1 and all(len(settings) == 1 for settings in found) and experts is None:
         return temperatures.pop()
-    return [(text, int(length)) for text, length in zip(told, prompt)]
+    return [(text, int(length), of) for text, length, of in zip(told, prompt, experts or [None] * len(told))]
 
 
 class _Placed:
@@ -311,6 +332,23 @@ class _Placed:
             self.sequences.append(row[start : start + count])
             self.starts.append(start)
 
+    def experts(self, given: Any, replay: bool) -> list[_Recorded]:
+        """Experts of each sequence, where they are given."""
+        if len(given) != len(self.sequences):
+            raise ValueError(f"experts: there are {len(given)} for {len(self.sequences)} sequences; give one for each")
+        found: list[_Recorded] = []
+        for b, of in enumerate(given):
+            if of is None:
+                found.append(None)
+                continue
+            of = torch.as_tensor(of)
+            if of.dim() != 3 or of.is_floating_point():
+                raise ValueError(f"experts: of sequence {b} {of.dtype} {list(of.shape)}; give whole numbers [tokens, layers, chosen]")
+            if self.starts is not None and isinstance(given, torch.Tensor):
+                of = of[self.starts[b] : self.starts[b] + len(self.sequences[b])]
+            found.append((of.shape[1], of.shape[2], of.flatten().tolist(), replay))
+        return found
+
     def out(self, rows: torch.Tensor) -> torch.Tensor:
         """`rows[B, longest, ..]` where the tokens stand."""
         if self.starts is None or (not any(self.starts) and rows.shape[1] == self.shape[1]):
@@ -321,11 +359,11 @@ class _Placed:
         return placed
 
 
-def temperatures_of(drawn: float | list[tuple[str, int]]) -> list[float]:
+def temperatures_of(drawn: float | list[tuple[str, int, _Recorded]]) -> list[float]:
     """What logits are divided by, each once."""
     if isinstance(drawn, float):
         return [drawn]
-    return sorted({divisor(json.loads(settings)["temperature"]) for settings, _ in drawn})
+    return sorted({divisor(json.loads(settings)["temperature"]) for settings, *_ in drawn})
 
 
 class _Logprob(torch.autograd.Function):
@@ -336,7 +374,7 @@ class _Logprob(torch.autograd.Function):
         ctx.model, ctx.block = model, model._sums
         ctx.sums = _native.Accumulator() if ctx.block is None else ctx.block._native
         how = (drawn, micro_batch, model.recompute, model.allow_nonfinite)
-        ctx.state, logprob = ctx.sums.forward(model._native, sequences, *how)
+        ctx.state, logprob, model.flips = ctx.sums.forward(model._native, sequences, *how)
         ctx.set_materialize_grads(False)
         return logprob.torch()
 

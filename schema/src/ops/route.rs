@@ -1,13 +1,18 @@
 //! Choice of experts.
 use super::*;
 
-/// `logits[T,E], bias[E]? -> rank[T,E], weight[T,E]`
+/// `logits[T,E], bias[E]?, experts[T,K]? -> rank[T,E], weight[T,E]`
 pub static OP: Op = Op {
     name: "route",
     about: "each token's experts: their rank, -1 where not chosen, and their weight, +0 where not chosen",
-    inputs: &[Input::activation("logits", &["T", "E"]), Input::weight("bias", &["E"]).optional()],
+    inputs: &[
+        Input::activation("logits", &["T", "E"]),
+        Input::weight("bias", &["E"]).optional(),
+        Input::index("experts", &["T", "K"], Holds::Choices("E")).optional(),
+    ],
     attributes: &[CHOSEN, SCORING, JITTER, CHOSEN_BY, GROUPS, TOP_GROUPS, GROUP_WORTH, NORMALISE, SCALE],
     outputs: &[Output::fixed("rank", &["T", "E"], DType::I32), Output::fixed("weight", &["T", "E"], DType::Fp32)],
+    extents: &[("K", Extent::Of("chosen", |call| call.count("chosen")))],
     refused: "`groups` that do not divide E; `top_groups` that do not hold `chosen`; `top_two` of groups of one; E beyond i32",
     check,
     ..Op::PLAIN

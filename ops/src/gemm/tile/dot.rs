@@ -4,6 +4,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::dictionary::{DictionaryChains, DictionaryRow, Unpack};
+use super::quantized::QuantizedHeights;
 use super::{Order, Right, TILE_ROWS, Tile};
 use crate::Cpu;
 use crate::pack::PANEL;
@@ -23,6 +24,7 @@ pub fn dot_tile(cpu: &Cpu, tile: Tile<'_, u32>) {
         match &tile.right {
             Right::Vnni(data, stride) => cpu.dispatch_dot(Heights { tile, b: (data.as_ptr(), *stride), out }),
             Right::Dictionary(coded) => cpu.dispatch_dot(DictionaryHeights { tile, coded, out }),
+            Right::Quantized(panel) => cpu.dispatch_dot(QuantizedHeights { tile, panel, out }),
             _ => panic!("dot_tile takes pairs"),
         }
     }

@@ -522,7 +522,7 @@ impl Kernel for FmaTile<'_, '_> {
                     (false, false) => panic!("no op sums such a tile"),
                 }
             }
-            (Right::Bf16(..), _, true) | (Right::Dictionary(_) | Right::PairsAsking(..), ..) => {
+            (Right::Bf16(..), _, true) | (Right::Dictionary(_) | Right::Quantized(_) | Right::PairsAsking(..), ..) => {
                 panic!("no op sums such a tile")
             }
         }
