@@ -99,7 +99,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "The channels of x are added from the last to the first.",
         op: "conv",
         caught_by: "golden",
-        also_red: Others::Are(&[]),
+        also_red: Others::Are(&["arithmetic"]),
         answer: |mutant, case| with_channels_in_reverse(mutant, case, "x", 1),
     },
     Mutation {
@@ -107,7 +107,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "The images of an even number are convolved in pairs, by sums whose channels are in reverse.",
         op: "conv",
         caught_by: "invariance:batch",
-        also_red: Others::Are(&["golden", "invariance:neighbours", "invariance:padding", "invariance:position"]),
+        also_red: Others::Are(&["golden", "invariance:padding"]),
         answer: |mutant, case| match case.inputs["x"].shape()[0] % 2 {
             0 => with_channels_in_reverse(mutant, case, "x", 1),
             _ => mutant.honest.run(case),
@@ -118,7 +118,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "The channels of dy are added from the last to the first.",
         op: "conv_dx",
         caught_by: "golden",
-        also_red: Others::Are(&[]),
+        also_red: Others::Are(&["arithmetic"]),
         answer: |mutant, case| with_channels_in_reverse(mutant, case, "dy", 0),
     },
     Mutation {
@@ -126,7 +126,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Images that do not count are added as all others.",
         op: "conv_dw",
         caught_by: "invariance:padding",
-        also_red: Others::Are(&["accuracy", "golden", "invariance:micro_batch", "invariance:accumulation"]),
+        also_red: Others::Are(&["accuracy", "golden"]),
         answer: |mutant, case| mutant.asked(case, |case| drop(case.inputs.remove("mask"))),
     },
     Mutation {
@@ -134,7 +134,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Each image is summed from +0, and its sum is added to that of the images before.",
         op: "conv_dw",
         caught_by: "golden",
-        also_red: Others::Are(&["invariance:micro_batch"]),
+        also_red: Others::Are(&["accuracy", "arithmetic"]),
         answer: |mutant, case| {
             let images = case.inputs["x"].shape()[0];
             let carry = case.inputs["carry"].clone();

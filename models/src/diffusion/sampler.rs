@@ -403,11 +403,10 @@ fn solved(apart: &[f64], sides: &[f64]) -> Vec<f64> {
         .map(|p| apart.iter().map(|a| (0..p).fold(1.0, |power, _| power * a)).chain([sides[p]]).collect())
         .collect();
     for pivot in 0..n {
-        for row in pivot + 1..n {
-            let factor = rows[row][pivot] / rows[pivot][pivot];
-            for column in pivot..=n {
-                rows[row][column] -= factor * rows[pivot][column];
-            }
+        let (above, below) = rows.split_at_mut(pivot + 1);
+        for row in below {
+            let factor = row[pivot] / above[pivot][pivot];
+            row[pivot..].iter_mut().zip(&above[pivot][pivot..]).for_each(|(x, of_pivot)| *x -= factor * of_pivot);
         }
     }
     let mut weights = vec![0.0; n];

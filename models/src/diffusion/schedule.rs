@@ -206,7 +206,7 @@ impl Scheduler {
         }
         let whole = !matches!(self.kind, Kind::FlowEuler { .. });
         let timesteps = sigmas.iter().map(|sigma| {
-            let at = f64::from(if whole { *sigma } else { f64::from(*sigma as f32) }) * t;
+            let at = if whole { *sigma } else { f64::from(*sigma as f32) } * t;
             (if whole { at.trunc() } else { at }) as f32
         });
         let timesteps = timesteps.collect();

@@ -1,7 +1,8 @@
 //! What a convolution of images and its gradients share: how windows lie on images, and the products that outputs are.
 
 use crate::backend::device::{Arguments, StructLayout, int, launch_struct};
-use crate::gemm::gemm::{Part, Product, Says, Tiling, Weight};
+use crate::gemm::gemm::{Part, Product, Says, Tiling};
+use crate::gemm::packed::Weight;
 use crate::gemm::shape::Gemm;
 use crate::pack::matrix::Matrix;
 use crate::pack::patches::{Axis, Patches};
@@ -98,7 +99,7 @@ impl Conv {
         if [taps, stride, dilation, self.image].iter().flatten().any(|number| *number == 0) {
             return Err(value_error(op, "an axis without taps, places, stride or dilation; use at least 1"));
         }
-        if self.groups == 0 || self.channels % self.groups != 0 || self.outputs % self.groups != 0 {
+        if self.groups == 0 || [self.channels, self.outputs].iter().any(|count| !count.is_multiple_of(self.groups)) {
             let Conv { channels, outputs, groups, .. } = self;
             return Err(value_error(op, format!("{channels} and {outputs} channels are not cut into {groups} groups")));
         }
@@ -182,8 +183,8 @@ impl Conv {
 
     /// Refuses what a device's whole numbers do not hold.
     pub(super) fn check_device(&self, op: &'static str) -> Result<(), Error> {
-        for axis in 0..3 {
-            int(op, AXES[axis].places, self.padded(axis))?;
+        for (number, axis) in AXES.iter().enumerate() {
+            int(op, axis.places, self.padded(number))?;
         }
         Ok(())
     }

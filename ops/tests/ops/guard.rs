@@ -219,7 +219,7 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             let (x, w, bias) = (r.floats::<I>(6 * n), r.floats(6), r.floats(6));
             group_norm(&r.cpu, &shape, &x, Some(&w), Some(&bias), &mut r.room::<O>(6 * n))?;
             let (dy, mut dw, mut dbias) = (r.floats::<I>(6 * n), r.room(6), r.room(6));
-            let inputs = GroupNormInputs { x: &*x, w: Some(&*w), bias: Some(&*bias), dy: &*dy };
+            let inputs = GroupNormInputs { x: &x, w: Some(&*w), bias: Some(&*bias), dy: &dy };
             group_norm_backward(&r.cpu, &shape, &inputs, &mut r.room::<O>(6 * n), &mut dw, &mut dbias)
         }),
         // n is W.

@@ -118,7 +118,7 @@ pub(super) const EXTENTS: &[(&str, Extent)] = &[
     ),
 ];
 
-pub(super) const CHANNELS: (&str, Extent) = ("C", Extent::Of("I * groups", |call| channels(call)));
+pub(super) const CHANNELS: (&str, Extent) = ("C", Extent::Of("I * groups", channels));
 
 fn channels(call: &Call) -> usize {
     call.dim("I").saturating_mul(call.count("groups"))
