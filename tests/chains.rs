@@ -7,10 +7,14 @@ mod covering;
 mod experts;
 #[path = "chains/gradients.rs"]
 mod gradients;
+#[path = "chains/masks.rs"]
+mod masks;
 #[path = "chains/nonfinite.rs"]
 mod nonfinite;
 #[path = "chains/sampling.rs"]
 mod sampling;
+#[path = "chains/several_adapters.rs"]
+mod several_adapters;
 #[path = "chains/temperature.rs"]
 mod temperature;
 #[path = "chains/training.rs"]
@@ -112,7 +116,8 @@ fn what_was_sampled_is_scored_the_same_to_the_bit() {
             assert_eq!(rollout(&model, &cpu, &sampling, serving), expected, "{name}: {serving:?} {cpu:?}");
         }
         let prompts = prompts(&model);
-        let texts: Vec<_> = expected.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..], &sampling.rule)).collect();
+        let texts: Vec<_> =
+            expected.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..], &sampling.rule, None)).collect();
         let mut scored = 0;
         for (schedule, page_size, isa) in [
             (Schedule::Prefill, 64, Isa::best()),

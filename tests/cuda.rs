@@ -2353,7 +2353,8 @@ fn rollouts() -> Result<(), Failed> {
                 return Err(format!("{name}: {serving:?}").into());
             }
         }
-        let texts: Vec<_> = wanted.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..], &sampling.rule)).collect();
+        let texts: Vec<_> =
+            wanted.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..], &sampling.rule, None)).collect();
         let run = run_of(Schedule::Chunk(4), Grouping::Together, 5);
         let scores = there.score(&cpu(), &texts, run)?;
         if wanted.is_empty() || wanted.iter().zip(&scores).any(|(sample, scores)| sample.logprobs != *scores) {
@@ -2436,7 +2437,7 @@ fn experts() -> Result<(), Failed> {
         };
         let recorded: Vec<_> = wanted.iter().map(recorded).collect();
         let rule = SamplingRule::default();
-        let texts: Vec<_> = wanted.iter().map(|s| (&each[s.prompt].0[..], &s.tokens[..], &rule)).collect();
+        let texts: Vec<_> = wanted.iter().map(|s| (&each[s.prompt].0[..], &s.tokens[..], &rule, None)).collect();
         let scored = |model: &Model, schedule| -> Result<(Vec<Vec<f32>>, Vec<Experts>), Failed> {
             let mut routing = Routing { recorded: recorded.clone(), own: Vec::new() };
             let run = Run { experts: Some(&mut routing), ..run_of(schedule, Grouping::Together, 3) };

@@ -5,7 +5,9 @@ use crate::cmd::{attribute, warn};
 use crate::experts;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
-use samebits_models::{Batch, Experts, Loss, ModelError, Precision, Recorded, Ruled, Sampled, SamplingRule};
+use samebits_models::{
+    AdapterChoice, Batch, Experts, Loss, ModelError, Precision, Recorded, Ruled, Sampled, SamplingRule,
+};
 use samebits_schema::policy_loss;
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -138,7 +140,7 @@ impl Sequences {
 fn rules(
     tokens: &Tokens,
     prompts: &[usize],
-    experts: Option<Vec<Experts>>,
+    (kept, experts): (Option<Vec<Vec<Vec<i32>>>>, Option<Vec<Experts>>),
     (temperature, options): (f64, LossOptions),
 ) -> Result<Vec<Ruled>> {
     let (replay, mut experts) = (tokens.replays_experts, experts.map(Vec::into_iter));
@@ -162,10 +164,15 @@ fn rules(
             );
         }
         let experts = experts.as_mut().and_then(Iterator::next).map(|experts| Recorded { experts, replay });
-        rules.push(Ruled { rule, prompt, experts });
+        let kept = kept.as_ref().map(|kept| kept[b][prompt..].to_vec());
+        let adapter = tokens.adapters.get(b).or(tokens.adapters.first()).cloned().unwrap_or_default();
+        rules.push(Ruled { rule, prompt, kept, experts, adapter });
     }
-    let is_plain =
-        |ruled: &Ruled| ruled.experts.is_none() && ruled.rule.is_plain() && at(ruled.rule.temperature) == temperature;
+    let is_plain = |ruled: &Ruled| {
+        let Ruled { rule, kept, experts, adapter, .. } = ruled;
+        let is_alone = kept.is_none() && experts.is_none() && *adapter == AdapterChoice::Only;
+        is_alone && rule.is_plain() && at(rule.temperature) == temperature
+    };
     Ok(if rules.iter().all(is_plain) { Vec::new() } else { rules })
 }
 
@@ -261,14 +268,15 @@ impl Examples {
             Ok(_) => prompts(words(tensor(&file, "prompt_len", Dtype::I32, &[batch])?, i32::from_le_bytes), &count)?,
         };
         let experts = experts::of_file(&file, [batch, len], &tokens.places_of_sequences())?;
-        let rules = rules(&tokens, &prompts, experts, (temperature, options))?;
+        let kept = kept(&file, &tokens)?;
+        let rules = rules(&tokens, &prompts, (kept, experts), (temperature, options))?;
         let all = Sequences { tokens: sequences, count, policy, options, temperature, rules };
         let unread = file.iter().filter(|(name, tensor)| {
             let whole =
                 [Dtype::BOOL, Dtype::U8, Dtype::I8, Dtype::I16, Dtype::I32, Dtype::I64].contains(&tensor.dtype());
             whole
                 && tensor.shape() == [batch, len]
-                && !["tokens", "attention_mask", "mask", "prompt_len"].contains(name)
+                && !["tokens", "attention_mask", "mask", "prompt_len", KEPT[0]].contains(name)
         });
         let unread = unread.map(|(name, _)| name.escape_default().to_string()).collect();
         Ok(Examples { tokens, all, temperature, unread, odd })
@@ -327,6 +335,36 @@ fn counts(file: &SafeTensors, tokens: &Tokens, sequences: &[Vec<i32>]) -> Result
         }
         Err(e) => Err(e),
     }
+}
+
+/// What a file calls the tokens that each token was drawn from: how many, and which, one behind the other.
+const KEPT: [&str; 2] = ["sampling_mask_counts", "sampling_mask_token_ids"];
+
+/// Of each token of each sequence those that it was drawn from, where a file says so; none of one that was not sampled.
+fn kept(file: &SafeTensors, tokens: &Tokens) -> Result<Option<Vec<Vec<Vec<i32>>>>> {
+    let there = KEPT.map(|name| file.tensor(name).ok());
+    let ids = match &there {
+        [None, None] => return Ok(None),
+        [_, Some(ids)] => ids.shape().iter().product(),
+        _ => 0,
+    };
+    let [batch, len] = tokens.shape();
+    let counts = words(tensor(file, KEPT[0], Dtype::I32, &[batch, len])?, i32::from_le_bytes);
+    let ids = words(tensor(file, KEPT[1], Dtype::I32, &[ids])?, i32::from_le_bytes);
+    let (mut all, mut first) = (Vec::with_capacity(counts.len()), 0usize);
+    for (place, &count) in counts.iter().enumerate() {
+        let end = usize::try_from(count).ok().and_then(|count| first.checked_add(count));
+        let Some(own) = end.and_then(|end| ids.get(first..end)) else {
+            let (name, at, left) = (KEPT[1], [place / len, place % len], ids.len() - first);
+            bail!("tensor `{}`: element {at:?} is {count}; `{name}` has {left} for it and all behind it", KEPT[0]);
+        };
+        first += own.len();
+        all.push(own);
+    }
+    let left = ids.len() - first;
+    ensure!(left == 0, "tensor `{}`: has {left} tokens more than `{}` say", KEPT[1], KEPT[0]);
+    let own = |all: Vec<&[i32]>| all.into_iter().map(<[i32]>::to_vec).collect();
+    Ok(Some(tokens.of_sequences(&all).into_iter().map(own).collect()))
 }
 
 /// Lengths of prompts as a file has them: no token of one counts, for none was sampled.

@@ -93,6 +93,12 @@ impl Found {
         }
     }
 
+    /// Takes in how many choices of experts are others than recorded, and of how many: those of which nothing else is known.
+    pub fn add_flips(&mut self, [flips, choices]: [usize; 2]) {
+        self.all.flips += flips;
+        self.all.choices += choices;
+    }
+
     /// What the thresholds of some gates say of models in a dtype; of experts where any were recorded.
     pub fn judged<'t>(&self, thresholds: &'t [Threshold], gates: &[String], dtype: &str) -> Vec<Judged<'t>> {
         let judges = |line: &&Threshold| self.all.choices > 0 || !line.metric.is_of_experts();

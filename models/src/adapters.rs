@@ -16,7 +16,7 @@ use samebits_ops::device::Device;
 use samebits_ops::{Attributes, Backend, Cpu, DType, Tensor, TensorRef};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tokenizers::utils::SysRegex;
@@ -56,7 +56,20 @@ impl AdapterChoice {
 
 /// The adapters of a model.
 #[derive(Default)]
-pub(crate) struct Adapters(Vec<Adapter>);
+pub(crate) struct Adapters {
+    all: Vec<Adapter>,
+    /// Name and shape of all that gradients are made of: the tensors of the only one, or of several, each under
+    /// `NAME/tensor`.
+    trained: BTreeMap<String, Vec<usize>>,
+}
+
+/// An adapter in training: its name, what its folder says, and its tensors.
+pub(crate) type InTraining<'a> = (&'a str, &'a Arc<PeftFolder>, &'a BTreeMap<String, Arc<Tensor>>);
+
+/// What stands before the names of the tensors of one of `count` adapters where gradients are of all of them.
+pub(crate) fn prefix(name: &str, count: usize) -> String {
+    if count > 1 { format!("{name}/") } else { String::new() }
+}
 
 struct Adapter {
     name: String,
@@ -70,49 +83,58 @@ struct Adapter {
 
 impl Adapter {
     /// With these tensors, of the names and shapes of the folder's; products lay matrices out anew where they are not packed.
+    /// Their gradients have names behind `prefix`.
     fn new(
-        name: &str,
-        folder: Arc<PeftFolder>,
-        tensors: &BTreeMap<String, Arc<Tensor>>,
+        (name, folder, tensors): InTraining,
+        prefix: &str,
         (cpu, packs): (&Cpu, bool),
     ) -> Result<Adapter, ModelError> {
         let shapes = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shape().to_vec()));
         // In training nobody asks for it.
         let sha256 = if packs { folder.sha256_of(tensors) } else { String::new() };
         let (name, parameters) = (name.into(), shapes.collect());
-        let matrices = folder.matrices(tensors, cpu, packs)?;
-        Ok(Adapter { name, sha256, folder, parameters, matrices })
+        let matrices = folder.matrices(tensors, prefix, (cpu, packs))?;
+        Ok(Adapter { name, sha256, folder: folder.clone(), parameters, matrices })
     }
 }
 
 impl Adapters {
-    /// One in training.
-    pub fn of_training(
-        folder: &Arc<PeftFolder>,
-        tensors: &BTreeMap<String, Arc<Tensor>>,
-        cpu: &Cpu,
-    ) -> Result<Adapters, ModelError> {
-        Ok(Adapters(vec![Adapter::new("adapter", folder.clone(), tensors, (cpu, false))?]))
+    /// Those in training.
+    pub fn of_training(all: &[InTraining], cpu: &Cpu) -> Result<Adapters, ModelError> {
+        Adapters::new(all, (cpu, false))
+    }
+
+    /// Those of some folders, packed, each under a name of its own.
+    pub fn of_folders(folders: Vec<(String, PeftFolder)>, cpu: &Cpu) -> Result<Adapters, ModelError> {
+        let folders: Vec<_> = folders.into_iter().map(|(name, folder)| (name, Arc::new(folder))).collect();
+        let all: Vec<InTraining> = folders.iter().map(|(name, of)| (&name[..], of, of.tensors())).collect();
+        Adapters::new(&all, (cpu, true))
+    }
+
+    fn new(all: &[InTraining], (cpu, packs): (&Cpu, bool)) -> Result<Adapters, ModelError> {
+        let mut adapters = Adapters::default();
+        for &own in all {
+            let prefix = prefix(own.0, all.len());
+            if adapters.all.iter().any(|other| other.name == own.0) {
+                let why = format!("`{}` is there twice; give each a name of its own", own.0);
+                return Err(ModelError::input("adapter", why));
+            }
+            let adapter = Adapter::new(own, &prefix, (cpu, packs))?;
+            let named = adapter.parameters.iter().map(|(tensor, shape)| (format!("{prefix}{tensor}"), shape.clone()));
+            adapters.trained.extend(named);
+            adapters.all.push(adapter);
+        }
+        Ok(adapters)
     }
 
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// Adds one, packed.
-    pub fn push(&mut self, name: &str, folder: PeftFolder, cpu: &Cpu) -> Result<(), ModelError> {
-        if self.0.iter().any(|other| other.name == name) {
-            return Err(ModelError::input("adapter", format!("`{name}` is there twice; give each a name of its own")));
-        }
-        let folder = Arc::new(folder);
-        self.0.push(Adapter::new(name, folder.clone(), folder.tensors(), (cpu, true))?);
-        Ok(())
+        self.all.is_empty()
     }
 
     /// Takes other tensors, f32 under the names that the folder has them under.
     pub fn update(&mut self, name: &str, tensors: &BTreeMap<String, TensorRef>, cpu: &Cpu) -> Result<(), ModelError> {
         let number = self.find(&AdapterChoice::Named(name.into()))?.expect("it is named");
-        let Adapter { folder, parameters, .. } = &self.0[number];
+        let Adapter { folder, parameters, .. } = &self.all[number];
         let mut own = BTreeMap::new();
         for (tensor, shape) in parameters {
             let given = tensors.get(tensor).filter(|given| given.shape() == shape);
@@ -126,49 +148,59 @@ impl Adapters {
         if let Some(tensor) = tensors.keys().find(|tensor| !own.contains_key(*tensor)) {
             return Err(ModelError::input("adapter", format!("`{tensor}` is no tensor of `{name}`")));
         }
-        self.0[number] = Adapter::new(name, folder.clone(), &own, (cpu, true))?;
+        self.all[number] = Adapter::new((name, folder, &own), &prefix(name, self.all.len()), (cpu, true))?;
         Ok(())
     }
 
-    /// The only one; where `keeps` says that gradients will follow, one whose gradients are those of its folder.
+    /// The numbers of those of some sequences; where `keeps` says that gradients will follow, of folders whose gradients are made
+    /// here.
     ///
     /// # Errors
-    /// Several; a dropout.
-    pub fn trained(&self, keeps: bool) -> Result<Option<usize>, ModelError> {
-        let number = self.only()?;
-        match number.filter(|_| keeps).and_then(|number| self.folder(number).untrained()) {
+    /// A choice that is none of the model's; a dropout.
+    pub fn trained(
+        &self,
+        choices: &[AdapterChoice],
+        count: usize,
+        keeps: bool,
+    ) -> Result<Vec<Option<usize>>, ModelError> {
+        let found = self.find_all(choices, count)?;
+        let used: BTreeSet<usize> = found.iter().flatten().copied().filter(|_| keeps).collect();
+        match used.iter().find_map(|number| self.folder(*number).untrained()) {
             Some(why) => Err(ModelError::input("adapter", why)),
-            None => Ok(number),
+            None => Ok(found),
         }
     }
 
     /// The folder of one.
     pub fn folder(&self, number: usize) -> &PeftFolder {
-        &self.0[number].folder
+        &self.all[number].folder
     }
 
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
-        self.0.iter_mut().flat_map(|adapter| adapter.matrices.values_mut()).try_for_each(|own| own.move_to(cpu, device))
+        self.all
+            .iter_mut()
+            .flat_map(|adapter| adapter.matrices.values_mut())
+            .try_for_each(|own| own.move_to(cpu, device))
     }
 
     /// What an adapter has of a matrix of the folder.
     pub fn of(&self, number: usize, matrix: &str) -> Option<&LowRank> {
-        self.0[number].matrices.get(matrix)
+        self.all[number].matrices.get(matrix)
     }
 
-    /// The tensors of the first: gradients are of one alone.
+    /// Name and shape of all that gradients are made of.
     pub fn parameters(&self) -> &BTreeMap<String, Vec<usize>> {
-        &self.0[0].parameters
+        &self.trained
     }
 
     /// Name and SHA-256 of each.
     pub fn names(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.0.iter().map(|adapter| (&adapter.name[..], &adapter.sha256[..]))
+        self.all.iter().map(|adapter| (&adapter.name[..], &adapter.sha256[..]))
     }
 
     /// The name of one.
     pub fn name(&self, number: usize) -> &str {
-        &self.0[number].name
+        &self.all[number].name
     }
 
     /// The only one; none where there is none.
@@ -178,15 +210,15 @@ impl Adapters {
 
     /// The number of one.
     pub fn find(&self, choice: &AdapterChoice) -> Result<Option<usize>, ModelError> {
-        let there = || self.0.iter().map(|adapter| format!("`{}`", adapter.name)).collect::<Vec<_>>().join(", ");
+        let there = || self.all.iter().map(|adapter| format!("`{}`", adapter.name)).collect::<Vec<_>>().join(", ");
         match choice {
             AdapterChoice::Plain => Ok(None),
-            AdapterChoice::Only if self.0.len() < 2 => Ok((!self.is_empty()).then_some(0)),
+            AdapterChoice::Only if self.all.len() < 2 => Ok((!self.is_empty()).then_some(0)),
             AdapterChoice::Only => {
                 let why = format!("the model has {}; say which of them a text has, or that it has none", there());
                 Err(ModelError::input("adapter", why))
             }
-            AdapterChoice::Named(name) => match self.0.iter().position(|adapter| adapter.name == *name) {
+            AdapterChoice::Named(name) => match self.all.iter().position(|adapter| adapter.name == *name) {
                 Some(number) => Ok(Some(number)),
                 None if self.is_empty() => {
                     Err(ModelError::input("adapter", format!("`{name}` is none of the model, which has none; load it")))
@@ -571,17 +603,17 @@ impl PeftFolder {
         format!("{text}\n")
     }
 
-    /// Products with tensors of this form.
+    /// Products with tensors of this form, whose names stand behind `prefix`.
     fn matrices(
         &self,
         tensors: &BTreeMap<String, Arc<Tensor>>,
-        cpu: &Cpu,
-        packs: bool,
+        prefix: &str,
+        (cpu, packs): (&Cpu, bool),
     ) -> Result<BTreeMap<String, LowRank>, ModelError> {
         let mut matrices = BTreeMap::new();
         for (matrix, Form { tensors: names, rows, scaling }) in &self.forms {
             let [a, b] = names.each_ref().map(|name| &tensors[name]);
-            let [of_a, of_b] = names.each_ref().map(|name| name.trim_end_matches(".weight").to_string());
+            let [of_a, of_b] = names.each_ref().map(|name| format!("{prefix}{}", name.trim_end_matches(".weight")));
             let (rank, values) = (a.shape()[0], b.as_slice::<f32>().expect("it is f32, and on the host"));
             let a = Linear::new(cpu, Source::whole(of_a, rank), a.clone(), None, packs)?;
             let mut parts = BTreeMap::new();

@@ -259,8 +259,8 @@ impl Batch<'_> {
         let bad = |what: &'static str, why: String| Err(ModelError::input(what, why));
         check_groups(groups, run.ranks)?;
         check_sequences(config, sequences, run)?;
-        sampled.check(config, sequences)?;
         check_lengths("mask", sequences, count)?;
+        sampled.check(config, sequences, |b, t| count[b][t] == 1)?;
         for (b, count) in count.iter().enumerate() {
             if let Some(t) = count.iter().position(|c| ![0, 1].contains(c)) {
                 return bad("mask", format!("element [{b}, {t}] is {}; it must be 0 or 1", count[t]));
@@ -465,13 +465,17 @@ fn forward(
     shown: &mut Shown,
     [keep, with_entropy]: [bool; 2],
 ) -> Result<MicroBatch, ModelError> {
-    let (decoder, c, adapter) = (on.decoder, on.config(), on.decoder.adapters.trained(keep)?);
+    let (decoder, c) = (on.decoder, on.config());
+    let adapters = decoder.adapters.trained(&sampled.adapters(), sequences.len(), keep)?;
     let lengths: Vec<usize> = sequences.iter().map(Vec::len).collect();
     let arranged = Arranged::new(&lengths, run);
     let mut states = on.states(PAGE_SIZE, PageOrder::Ascending)?;
+    let mut adapter = adapters.first().copied().flatten();
     let filler = vec![0; arranged.pieces.iter().map(|&(_, length)| length).max().unwrap_or(0)];
     let given = arranged.pieces.iter().map(|&(label, length)| {
         let tokens = if label == PADDING { &filler[..length] } else { &sequences[label][..] };
+        // Rows of padding cut no product of others.
+        adapter = if label == PADDING { adapter } else { adapters[label] };
         SequenceInput { sequence: states.open(length), label, tokens, adapter }
     });
     let given: Vec<_> = given.collect();
@@ -811,7 +815,7 @@ impl Model {
         }
         let on = self.on(cpu);
         check_sequences(on.config(), sequences, run)?;
-        sampled.check(on.config(), sequences)?;
+        sampled.check(on.config(), sequences, |_, _| true)?;
         let run_part = |part: Range<usize>| {
             let mut shown = Shown { probe: None, first: part.start, looks: false };
             forward(&on, &sequences[part.clone()], sampled.of(part), run, &mut shown, [keep, false])

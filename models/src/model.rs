@@ -241,16 +241,23 @@ impl Model {
     }
 
     /// The same model with the adapters of some PEFT folders beside it, each under a name: every text has one of them or none
-    /// ([`AdapterChoice`]). Gradients are those of the only adapter then, and the weights of the model have none.
+    /// ([`AdapterChoice`]). Gradients are those of the adapters then, and the weights of the model have none.
     ///
     /// # Errors
-    /// An adapter that does not fit the model, all that is wrong with it at once; a name that stands twice; a model on a device;
-    /// a forward that waits for its reverse pass.
+    /// An adapter that does not fit the model, all that is wrong with it at once; a name that stands twice; a model that has
+    /// adapters already, or is on a device; a forward that waits for its reverse pass.
     pub fn with_adapters(mut self, cpu: &Cpu, folders: &[(String, PathBuf)]) -> Result<Model, ModelError> {
-        for (name, dir) in folders {
-            let folder = PeftFolder::read(dir, (&self.decoder.parameters, &self.decoder.adaptable))?;
-            self.adapters_mut()?.push(name, folder, cpu)?;
+        if folders.is_empty() {
+            return Ok(self);
         }
+        let of_model = (&self.decoder.parameters, &self.decoder.adaptable);
+        let read = folders.iter().map(|(name, dir)| Ok((name.clone(), PeftFolder::read(dir, of_model)?)));
+        let adapters = Adapters::of_folders(read.collect::<Result<_, ModelError>>()?, cpu)?;
+        let own = self.adapters_mut()?;
+        if !own.is_empty() {
+            return Err(ModelError::input("adapter", "the model has some already; load all of them together"));
+        }
+        *own = adapters;
         Ok(self)
     }
 
@@ -298,7 +305,8 @@ impl Model {
         Ok(self.decoder.adapters.find(choice)?.map(|number| self.decoder.adapters.name(number)))
     }
 
-    /// Name and shape of all that gradients are made of: every parameter, or those of the adapter.
+    /// Name and shape of all that gradients are made of: every parameter, or those of the adapter; of several adapters, those of
+    /// each behind its name, `NAME/parameter`.
     pub fn trained(&self) -> &BTreeMap<String, Vec<usize>> {
         self.decoder.trained()
     }

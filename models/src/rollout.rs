@@ -161,21 +161,21 @@ impl Model {
         self.tokenizer()?.decode(self.config(), tokens)
     }
 
-    /// Log-probabilities of tokens behind their prompts, by one forward: for each `(prompt, tokens, rule)` those of `tokens`, as
+    /// Log-probabilities of tokens behind their prompts, by one forward: for each text those of its tokens, as
     /// [`Model::rollout`] reports them of texts that are sampled by the rule; -inf for a token that it could not sample.
     ///
     /// # Errors
-    /// A prompt without tokens, or nothing behind it; a rule that [`Model::rollout`] refuses; as [`Model::forward_run`].
-    pub fn score(
-        &self,
-        cpu: &Cpu,
-        texts: &[(&[i32], &[i32], &SamplingRule)],
-        run: Run,
-    ) -> Result<Vec<Vec<f32>>, ModelError> {
+    /// A prompt without tokens, or nothing behind it; a rule that [`Model::rollout`] refuses; lists of tokens that a record
+    /// cannot hold; as [`Model::forward_run`].
+    pub fn score(&self, cpu: &Cpu, texts: &[ToScore], run: Run) -> Result<Vec<Vec<f32>>, ModelError> {
         let vocab = self.config().vocab;
-        let rules: Result<Vec<Checked>, _> = texts.iter().map(|(.., rule)| Checked::new(rule, self.config())).collect();
+        let rules: Result<Vec<Checked>, _> =
+            texts.iter().map(|(_, _, rule, _)| Checked::new(rule, self.config())).collect();
         let rules = rules?;
-        for (i, (prompt, tokens, _)) in texts.iter().enumerate() {
+        for (i, (_, tokens, _, kept)) in texts.iter().enumerate() {
+            kept.map_or(Ok(()), |kept| self.config().check_sampling_mask(&format!("text {i}"), kept, tokens))?;
+        }
+        for (i, (prompt, tokens, ..)) in texts.iter().enumerate() {
             if prompt.is_empty() || tokens.is_empty() {
                 let why = format!(
                     "text {i} has {} and {} behind them; give at least one of each",
@@ -188,21 +188,21 @@ impl Model {
             self.config().check_length("tokens", &format!("text {i}"), len)?;
             self.config().check_tokens("tokens", tokens, tokens.len())?;
         }
-        let whole: Vec<Vec<i32>> = texts.iter().map(|(prompt, tokens, _)| [*prompt, *tokens].concat()).collect();
+        let whole: Vec<Vec<i32>> = texts.iter().map(|(prompt, tokens, ..)| [*prompt, *tokens].concat()).collect();
         // The last token's own logits are of no use.
         let fed: Vec<&[i32]> = whole.iter().map(|tokens| &tokens[..tokens.len() - 1]).collect();
         let run = Run { allow_nonfinite: false, probe: None, ..run };
         let logits = self.forward_run(cpu, &fed, run)?;
         let mut scores = Vec::new();
         let mut row = 0;
-        for (((prompt, tokens, _), rule), fed) in texts.iter().zip(&rules).zip(&fed) {
+        for (((prompt, tokens, _, kept), rule), fed) in texts.iter().zip(&rules).zip(&fed) {
             let mut of_text = Vec::with_capacity(tokens.len());
             let first = row + prompt.len() - 1;
             for from in (0..tokens.len()).step_by(ROWS) {
                 let some = &tokens[from..tokens.len().min(from + ROWS)];
                 let logits = &logits[(first + from) * vocab..][..some.len() * vocab];
                 let mut places = Places::default();
-                places.push(rule, prompt, &tokens[..from + some.len() - 1], from);
+                places.push(rule, prompt, (&tokens[..from + some.len() - 1], *kept), from);
                 let y = places.truncated(cpu, vocab, logits)?;
                 of_text.extend(places.logprobs(cpu, logits, &y, some)?);
             }
@@ -212,6 +212,10 @@ impl Model {
         Ok(scores)
     }
 }
+
+/// A text to score: its prompt, the tokens behind it, how they were sampled, and what each was drawn from, where a record says
+/// so ([`Ruled::kept`](crate::Ruled::kept)).
+pub type ToScore<'a> = (&'a [i32], &'a [i32], &'a SamplingRule, Option<&'a [Vec<i32>]>);
 
 /// What a step made of a text.
 #[derive(Clone, Debug, PartialEq)]
@@ -558,7 +562,7 @@ impl Queue {
             }
             let position = prompt.len() + sample.tokens.len();
             bits.push(random(sampling.seed, sample.sequence as u64, position as u64));
-            places.push(rule, prompt, &sample.tokens, sample.tokens.len());
+            places.push(rule, prompt, (&sample.tokens, None), sample.tokens.len());
             of_ready.extend_from_slice(logits);
             ready.push(at);
         }

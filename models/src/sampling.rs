@@ -59,8 +59,20 @@ pub struct Ruled {
     pub rule: SamplingRule,
     /// Tokens of the prompt, at least one.
     pub prompt: usize,
+    /// The tokens that each token behind the prompt was drawn from, where a record says so: they stand in the place of what
+    /// top-k, top-p and min-p of the settings leave.
+    pub kept: Option<Vec<Vec<i32>>>,
     /// The experts that were recorded of its tokens.
     pub experts: Option<Recorded>,
+    /// Its adapter.
+    pub adapter: AdapterChoice,
+}
+
+impl Ruled {
+    /// By settings behind so many tokens of a prompt, and nothing else is said.
+    pub fn new(rule: SamplingRule, prompt: usize) -> Ruled {
+        Ruled { rule, prompt, kept: None, experts: None, adapter: AdapterChoice::Only }
+    }
 }
 
 /// What log-probabilities of sequences are those of.
@@ -89,6 +101,14 @@ impl Sampled<'_> {
         }
     }
 
+    /// The adapters of sequences, as [`Adapters::find_all`](crate::adapters::Adapters::find_all) takes them.
+    pub(crate) fn adapters(&self) -> Vec<AdapterChoice> {
+        match self {
+            Sampled::At(_) => Vec::new(),
+            Sampled::By(rules) => rules.iter().map(|ruled| ruled.adapter.clone()).collect(),
+        }
+    }
+
     /// The experts that were recorded of a sequence.
     pub(crate) fn experts(&self, sequence: usize) -> Option<&Recorded> {
         match self {
@@ -97,8 +117,13 @@ impl Sampled<'_> {
         }
     }
 
-    /// Refuses what sequences cannot have been sampled by.
-    pub(crate) fn check(&self, c: &Config, sequences: &[Vec<i32>]) -> Result<(), ModelError> {
+    /// Refuses what sequences cannot have been sampled by. `counts` says of a token whether its log-probability counts.
+    pub(crate) fn check(
+        &self,
+        c: &Config,
+        sequences: &[Vec<i32>],
+        counts: impl Fn(usize, usize) -> bool,
+    ) -> Result<(), ModelError> {
         let rules = match self {
             Sampled::At(temperature) => return check_temperature(*temperature),
             Sampled::By(rules) => *rules,
@@ -116,6 +141,9 @@ impl Sampled<'_> {
                     sequence.len()
                 );
                 complaints.push(ModelError::input("prompt", why));
+            } else if let Some(kept) = &ruled.kept {
+                let counts = |place: usize| counts(b, ruled.prompt + place);
+                complaints.extend(check_kept(c, &format!("sequence {b}"), kept, &sequence[ruled.prompt..], counts));
             }
             // What is wrong with the settings of all is said once.
             for complaint in ruled.rule.complaints(c) {
@@ -145,7 +173,7 @@ impl Sampled<'_> {
         let (mut found, mut first): (Vec<Stretch>, usize) = (Vec::new(), 0);
         for &(label, length) in pieces {
             // Padding is of no sequence.
-            let Some(Ruled { rule, prompt, .. }) = rules.get(label) else {
+            let Some(Ruled { rule, prompt, kept, .. }) = rules.get(label) else {
                 found.push(Stretch { rows: first..first + length, temperature: 1.0, text: None });
                 first += length;
                 continue;
@@ -154,10 +182,11 @@ impl Sampled<'_> {
             let (before, drawn) = (first + prompt - 1, first + length - 1);
             let temperature = divisor(rule.temperature);
             let plain = |rows: Range<usize>| Stretch { rows, temperature, text: None };
-            if rule.is_plain() {
+            if rule.is_plain() && kept.is_none() {
                 found.push(plain(first..first + length));
             } else {
-                let text = Text { rule: Checked::new(rule, c)?, tokens: sequences[label].clone(), prompt: *prompt };
+                let (rule, tokens) = (Checked::new(rule, c)?, sequences[label].clone());
+                let text = Text { rule, tokens, prompt: *prompt, kept: kept.clone() };
                 found.push(plain(first..before));
                 found.push(Stretch { rows: before..drawn, temperature, text: Some(text) });
                 found.push(plain(drawn..first + length));
@@ -183,6 +212,7 @@ pub(crate) struct Text {
     rule: Checked,
     tokens: Vec<i32>,
     prompt: usize,
+    kept: Option<Vec<Vec<i32>>>,
 }
 
 impl Text {
@@ -228,7 +258,7 @@ impl Text {
     fn places(&self, some: Range<usize>) -> Places<'_> {
         let (prompt, output) = self.tokens.split_at(self.prompt);
         let mut places = Places::default();
-        places.push(&self.rule, prompt, &output[..some.end - 1], some.start);
+        places.push(&self.rule, prompt, (&output[..some.end - 1], self.kept.as_deref()), some.start);
         places
     }
 }
@@ -514,10 +544,51 @@ impl Checked {
     }
 }
 
-/// Rows of logits: the rule of each, and the text before its token.
+/// Refuses what tokens behind a prompt cannot have been drawn from: everything that is wrong with the lists of a text, each
+/// thing once. A token that does not count need have none.
+fn check_kept(
+    c: &Config,
+    who: &str,
+    kept: &[Vec<i32>],
+    drawn: &[i32],
+    counts: impl Fn(usize) -> bool,
+) -> Vec<ModelError> {
+    let bad = |why: String| ModelError::input("sampling_mask", format!("{who} {why}"));
+    if kept.len() != drawn.len() {
+        let (lists, tokens) = (kept.len(), drawn.len());
+        return vec![bad(format!("has {lists} lists of tokens for {tokens} behind its prompt; give one for each"))];
+    }
+    let lists = || kept.iter().zip(drawn).enumerate();
+    let empty = lists().find(|(place, (list, _))| list.is_empty() && counts(*place));
+    let outside = lists().find_map(|(place, (list, _))| {
+        let token = list.iter().find(|token| usize::try_from(**token).map_or(true, |token| token >= c.vocab))?;
+        Some(format!("has token {token} in list {place}, outside the vocabulary of {}", c.vocab))
+    });
+    let missing = lists().find(|(_, (list, token))| !list.is_empty() && !list.contains(token));
+    let found = [
+        empty.map(|(place, _)| format!("has an empty list {place}; a token is drawn from at least itself")),
+        outside,
+        missing.map(|(place, (_, token))| format!("leaves token {token} out of list {place}, which it was drawn from")),
+    ];
+    found.into_iter().flatten().map(bad).collect()
+}
+
+impl Config {
+    /// Refuses what tokens behind a prompt cannot have been drawn from: everything that is wrong with the lists of the text `who`.
+    ///
+    /// # Errors
+    /// Another number of lists than of tokens; a list that is empty, has a token outside the vocabulary, or leaves out the token that
+    /// was drawn.
+    pub fn check_sampling_mask(&self, who: &str, kept: &[Vec<i32>], drawn: &[i32]) -> Result<(), ModelError> {
+        ModelError::all(check_kept(self, who, kept, drawn, |_| true))
+    }
+}
+
+/// Rows of logits: the rule of each, the text before its token, and what a record says that the token was drawn from.
 #[derive(Default)]
 pub(crate) struct Places<'a> {
     rules: Vec<&'a Checked>,
+    kept: Vec<Option<&'a [i32]>>,
     tokens: Vec<i32>,
     begin: Vec<i32>,
     prompt_end: Vec<i32>,
@@ -526,7 +597,14 @@ pub(crate) struct Places<'a> {
 
 impl<'a> Places<'a> {
     /// The places of tokens behind a text of a prompt and an output: behind the first `from` of its output, and so on to all.
-    pub fn push(&mut self, rule: &'a Checked, prompt: &[i32], output: &[i32], from: usize) {
+    /// With the output stands what each of its tokens and the next was drawn from, where a record says so; nothing says nothing.
+    pub fn push(
+        &mut self,
+        rule: &'a Checked,
+        prompt: &[i32],
+        (output, kept): (&[i32], Option<&'a [Vec<i32>]>),
+        from: usize,
+    ) {
         let begin = self.tokens.len();
         let place = |at: usize| {
             // A text without tokens has no penalties.
@@ -535,6 +613,7 @@ impl<'a> Places<'a> {
         };
         for len in from..=output.len() {
             self.rules.push(rule);
+            self.kept.push(kept.map(|kept| &kept[len][..]).filter(|kept| !kept.is_empty()));
             self.begin.push(place(0));
             self.prompt_end.push(place(prompt.len()));
             self.end.push(place(prompt.len() + len));
@@ -549,30 +628,51 @@ impl<'a> Places<'a> {
         self.rules.iter().map(|checked| of(&checked.rule)).collect()
     }
 
+    /// A setting of the truncation of each row, and `none` where all that is left is drawn from: where the likeliest token is
+    /// taken, and where a record says what was left.
+    fn truncation<T>(&self, none: T, of: impl Fn(&SamplingRule) -> T) -> Vec<T>
+    where
+        T: Copy,
+    {
+        let of_row = |(checked, kept): (&&Checked, &Option<&[i32]>)| {
+            if checked.rule.temperature == 0.0 || kept.is_some() { none } else { of(&checked.rule) }
+        };
+        self.rules.iter().zip(&self.kept).map(of_row).collect()
+    }
+
+    /// What is added to the logits of all rows: the biases of their rules, and -inf to what a record says was left out.
+    fn biases(&self, vocab: usize) -> Option<Vec<f32>> {
+        if self.rules.iter().all(|checked| checked.bias.is_none()) && self.kept.iter().all(Option::is_none) {
+            return None;
+        }
+        let mut biases = vec![-0f32; self.rules.len() * vocab];
+        for ((to, checked), kept) in biases.chunks_mut(vocab).zip(&self.rules).zip(&self.kept) {
+            checked.bias.iter().for_each(|bias| to.copy_from_slice(bias));
+            if let Some(kept) = kept {
+                let of_kept: Vec<f32> = kept.iter().map(|token| to[*token as usize]).collect();
+                to.fill(f32::NEG_INFINITY);
+                kept.iter().zip(of_kept).for_each(|(token, bias)| to[*token as usize] = bias);
+            }
+        }
+        Some(biases)
+    }
+
     /// Logits with penalties and biases, divided by the temperature, and -inf for tokens that may not be sampled.
     pub fn truncated(&self, cpu: &Cpu, vocab: usize, logits: &[f32]) -> Result<Vec<f32>, ModelError> {
         let (rows, mut y) = (self.rules.len(), vec![0f32; logits.len()]);
-        let mut penalised = None;
-        if self.rules.iter().any(|checked| checked.looks_back() || checked.bias.is_some()) {
+        let (mut penalised, biases) = (None, self.biases(vocab));
+        if biases.is_some() || self.rules.iter().any(|checked| checked.looks_back()) {
             let by = [
                 self.each(|rule| rule.repetition_penalty as f32),
                 self.each(|rule| rule.frequency_penalty as f32),
                 self.each(|rule| rule.presence_penalty as f32),
             ];
-            let mut biases = None;
-            if self.rules.iter().any(|checked| checked.bias.is_some()) {
-                let biases = biases.insert(vec![-0f32; logits.len()]);
-                for (to, checked) in biases.chunks_mut(vocab).zip(&self.rules) {
-                    checked.bias.iter().for_each(|bias| to.copy_from_slice(bias));
-                }
-            }
             penalised = Some(self.penalised(cpu, vocab, logits, &by, biases.as_deref())?);
         }
-        let greedy = |rule: &SamplingRule| rule.temperature == 0.0;
         let scale = self.each(|rule| (1.0 / divisor(rule.temperature)) as f32);
-        let top_k = self.each(|rule| if greedy(rule) { 0 } else { i32::try_from(rule.top_k).unwrap_or(i32::MAX) });
-        let top_p = self.each(|rule| if greedy(rule) { 1.0 } else { rule.top_p as f32 });
-        let min_p = self.each(|rule| if greedy(rule) { 0.0 } else { rule.min_p as f32 });
+        let top_k = self.truncation(0, |rule| i32::try_from(rule.top_k).unwrap_or(i32::MAX));
+        let top_p = self.truncation(1.0, |rule| rule.top_p as f32);
+        let min_p = self.truncation(0.0, |rule| rule.min_p as f32);
         let by = Truncation { scale: &scale[..], top_k: &top_k, top_p: &top_p, min_p: &min_p };
         let mut kept = vec![0; rows];
         truncate(cpu, vocab, penalised.as_deref().unwrap_or(logits), by, &mut y, &mut kept)?;
@@ -631,7 +731,8 @@ impl<'a> Places<'a> {
         let (rows, vocab) = (tokens.len(), y.len() / tokens.len().max(1));
         let (mut scores, mut lse) = (vec![0f32; rows], vec![0f32; rows]);
         logprob(cpu, &Logprob::new(rows, vocab), y, tokens, &mut scores, &mut lse)?;
-        let wrong = |row: usize| scores[row].is_nan() || !scores[row].is_finite() && self.rules[row].rule.is_plain();
+        let is_plain = |row: usize| self.rules[row].rule.is_plain() && self.kept[row].is_none();
+        let wrong = |row: usize| scores[row].is_nan() || !scores[row].is_finite() && is_plain(row);
         match (0..rows).find(|row| wrong(*row)) {
             None => Ok(scores),
             Some(row) => Err(self.beyond(row, &logits[row * vocab..][..vocab])),
@@ -704,13 +805,13 @@ mod tests {
         let rule = SamplingRule { temperature: 0.9, top_k: 8, ..SamplingRule::default() };
         let checked = Checked { rule, bias: None };
         let mut one = Places::default();
-        one.push(&checked, &[], &[], 0);
+        one.push(&checked, &[], (&[], None), 0);
         let y = one.truncated(&cpu, 10, &logits).unwrap();
         let total: f64 = y.iter().map(|z| f64::from(*z).exp()).sum();
         let mut counts = [0u32; 10];
         let (mut rows, mut many) = (Places::default(), Vec::new());
         for _ in 0..1000 {
-            rows.push(&checked, &[], &[], 0);
+            rows.push(&checked, &[], (&[], None), 0);
             many.extend_from_slice(&y);
         }
         for sequence in 0..1000 {

@@ -4,18 +4,18 @@
 //! nothing else of a step is kept, so a run that goes on from its weights and moments has the bits of one that never
 //! stopped.
 
-use crate::adapters::{Adapters, PeftFolder};
+use crate::adapters::{Adapters, PeftFolder, prefix};
 use crate::decoder::Decoder;
 use crate::gradients::{Gradients, gradients};
 use crate::machine::typed;
 use crate::memory::buffer;
 use crate::sums::zeros;
 use crate::weights::Weights;
-use crate::{Audit, Batch, Config, Flips, GradientRun, ModelError, Precision, StorageContract};
+use crate::{AdapterChoice, Audit, Batch, Config, Flips, GradientRun, ModelError, Precision, StorageContract};
 use samebits_ops::{AdamW, Attributes, Backend, Cpu, DType, Element, Tensor, TensorMut, TensorRef, adamw};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use zerocopy::IntoBytes;
@@ -37,12 +37,12 @@ pub struct Optimizer {
     pub max_norm: f64,
 }
 
-/// A model in training, or an adapter of it.
+/// A model in training, or adapters of it.
 pub struct Trainer {
     config: Config,
     /// What weights are rounded to: those of an adapter stay f32.
     dtype: DType,
-    /// Where an adapter is trained.
+    /// Where adapters are trained.
     adapted: Option<Adapted>,
     /// Weights and moments of every parameter that is trained, in f32.
     state: BTreeMap<String, [Tensor; 3]>,
@@ -57,11 +57,18 @@ pub struct Trainer {
     spare: Option<Tensor>,
 }
 
-/// What an adapter in training is the adapter of, and what its folder says.
+/// What adapters in training are those of, and what the folder of each says, by name.
 struct Adapted {
     decoder: Decoder,
-    folder: Arc<PeftFolder>,
+    folders: Vec<(String, Arc<PeftFolder>)>,
     sha256: String,
+}
+
+impl Adapted {
+    /// What stands before the names of the parameters of one of them.
+    fn prefix(&self, name: &str) -> String {
+        prefix(name, self.folders.len())
+    }
 }
 
 /// What a step made.
@@ -128,20 +135,27 @@ impl Trainer {
         Ok(Trainer { config, dtype, adapted: None, state, tensors, step: 0, is_spoilt: false, spare: None })
     }
 
-    /// Begins with the adapter of the PEFT folder `adapter` beside the model of the folder `dir`, whose weights stay.
+    /// Begins with the adapters of some PEFT folders, each under a name, beside the model of the folder `dir`, whose weights stay.
+    /// They are one set of parameters: one loss, one norm. Of several, each parameter stands behind the name of its adapter.
     ///
     /// # Errors
-    /// As [`Trainer::load`]; an adapter that does not fit the model, or that has a dropout.
-    pub fn load_adapter(
-        (dir, adapter): (&Path, &Path),
+    /// As [`Trainer::load`]; an adapter that does not fit the model, or that has a dropout; no adapter, or a name that stands twice.
+    pub fn load_adapters(
+        (dir, adapters): (&Path, &[(String, PathBuf)]),
         precision: Precision,
         rope_length: Option<usize>,
         cpu: &Cpu,
         progress: impl FnMut(u64, u64),
     ) -> Result<Trainer, ModelError> {
         let decoder = decoder_of(dir, rope_length, (cpu, precision.dtype(), true), progress)?;
-        let folder = Arc::new(PeftFolder::read(adapter, (&decoder.parameters, &decoder.adaptable))?);
-        Adapters::of_training(&folder, folder.tensors(), cpu)?.trained(true)?;
+        let mut folders = Vec::new();
+        for (name, adapter) in adapters {
+            let folder = PeftFolder::read(adapter, (&decoder.parameters, &decoder.adaptable))?;
+            folders.push((name.clone(), Arc::new(folder)));
+        }
+        let all: Vec<_> = folders.iter().map(|(name, folder)| (&name[..], folder, folder.tensors())).collect();
+        let choices: Vec<_> = adapters.iter().map(|(name, _)| AdapterChoice::Named(name.clone())).collect();
+        Adapters::of_training(&all, cpu)?.trained(&choices, choices.len(), true)?;
         let (mut state, mut digest) = (BTreeMap::new(), Sha256::new());
         for read in Weights::open(dir)?.read_all() {
             let (name, values) = read?;
@@ -149,22 +163,40 @@ impl Trainer {
                 digest.update(sha256([values.as_slice::<f32>().expect("it is f32, and on the host")]));
             }
         }
-        for (name, values) in folder.tensors() {
-            let own = round(cpu, values, DType::Fp32)?;
-            state.insert(name.clone(), [own, zeros(cpu, values.shape())?, zeros(cpu, values.shape())?]);
+        for (name, folder) in &folders {
+            let prefix = prefix(name, folders.len());
+            for (tensor, values) in folder.tensors() {
+                let own = round(cpu, values, DType::Fp32)?;
+                let (m, v) = (zeros(cpu, values.shape())?, zeros(cpu, values.shape())?);
+                state.insert(format!("{prefix}{tensor}"), [own, m, v]);
+            }
         }
         let sha256 = hex(digest);
         let (config, dtype) = (decoder.config.clone(), DType::Fp32);
         let tensors = state.iter().map(|(name, [own, ..])| Ok((name.clone(), Arc::new(round(cpu, own, dtype)?))));
         let tensors = tensors.collect::<Result<_, ModelError>>()?;
-        let adapted = Some(Adapted { decoder, folder, sha256 });
+        let adapted = Some(Adapted { decoder, folders, sha256 });
         Ok(Trainer { config, dtype, adapted, state, tensors, step: 0, is_spoilt: false, spare: None })
     }
 
-    /// What the folder of the adapter says that is trained, where it is one, and the SHA-256 of the digests of the weights of its
-    /// model, in the order of their names.
-    pub fn adapter(&self) -> Option<(&PeftFolder, &str)> {
-        self.adapted.as_ref().map(|adapted| (&*adapted.folder, &adapted.sha256[..]))
+    /// What the folders of the adapters say that are trained, by name, each with its tensors as the folder calls them; none where the
+    /// model is.
+    pub fn adapters(&self) -> Vec<(&str, &PeftFolder, BTreeMap<String, Arc<Tensor>>)> {
+        let Some(adapted) = &self.adapted else { return Vec::new() };
+        let own = |name: &str| self.tensors_behind(&adapted.prefix(name));
+        adapted.folders.iter().map(|(name, folder)| (&name[..], &**folder, own(name))).collect()
+    }
+
+    /// The tensors whose names begin with `prefix`, by what stands behind it.
+    fn tensors_behind(&self, prefix: &str) -> BTreeMap<String, Arc<Tensor>> {
+        let behind =
+            |(name, tensor): (&String, &Arc<Tensor>)| Some((name.strip_prefix(prefix)?.into(), tensor.clone()));
+        self.tensors.iter().filter_map(behind).collect()
+    }
+
+    /// Where adapters are trained, the SHA-256 of the digests of the weights of their model, in the order of their names.
+    pub fn model_sha256(&self) -> Option<&str> {
+        self.adapted.as_ref().map(|adapted| &adapted.sha256[..])
     }
 
     /// Sizes and parameters.
@@ -254,11 +286,13 @@ impl Trainer {
         progress: impl FnMut(usize),
     ) -> Result<Gradients, ModelError> {
         let spare = self.spare.take();
-        let Some(Adapted { decoder, folder, .. }) = &mut self.adapted else {
+        let own = self.adapters().into_iter().map(|(.., tensors)| tensors).collect::<Vec<_>>();
+        let Some(Adapted { decoder, folders, .. }) = &mut self.adapted else {
             let decoder = Decoder::load(&self.config, Weights::shared(&self.tensors), self.dtype, cpu, false)?;
             return gradients(&decoder, cpu, batch, run, (None, spare), progress);
         };
-        decoder.adapters = Arc::new(Adapters::of_training(folder, &self.tensors, cpu)?);
+        let all: Vec<_> = folders.iter().zip(&own).map(|((name, folder), own)| (&name[..], folder, own)).collect();
+        decoder.adapters = Arc::new(Adapters::of_training(&all, cpu)?);
         let found = gradients(decoder, cpu, batch, run, (None, spare), progress);
         // A step writes over the tensors.
         decoder.adapters = Arc::default();

@@ -56,7 +56,7 @@ fn what_overflowed_is_refused_by_name() {
     let (model, cpu) = (load("qwen3-adder"), Cpu::best());
     let line = |found: Result<(), ModelError>| found.unwrap_err().to_string();
     let score = |prompt: &[i32], tokens: &[i32], t: f64, run: Run| {
-        line(model.score(&cpu, &[(prompt, tokens, &SamplingRule::at(t))], run).map(drop))
+        line(model.score(&cpu, &[(prompt, tokens, &SamplingRule::at(t), None)], run).map(drop))
     };
     assert!(score(&[], &[1, 2], 1.0, Run::default()).starts_with("tokens: text 0 has 0 and 2 behind them"));
     assert!(score(&[1], &[], 1.0, Run::default()).starts_with("tokens: text 0 has 1 and 0 behind them"));
@@ -111,7 +111,7 @@ fn runs_of_any_kind_end() {
         let t = pick.of(&FLOATS);
         let rule = SamplingRule { temperature: t, top_k: pick.of(&[0, 0, 1, 5]), ..SamplingRule::default() };
         let halves = borrowed.iter().map(|text| text.split_at(text.len() / 2));
-        let pairs: Vec<_> = halves.map(|(prompt, tokens)| (prompt, tokens, &rule)).collect();
+        let pairs: Vec<_> = halves.map(|(prompt, tokens)| (prompt, tokens, &rule, None)).collect();
         let of_run = run(&mut pick);
         let found = [
             model.forward_run(&cpu, &borrowed, of_run).is_ok(),

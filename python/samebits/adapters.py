@@ -20,6 +20,10 @@ Where the router's choices were recorded (`routed_experts` [B,P+R,layers,chosen]
 choices the model differs is counted by `samebits score`, and with `--replay-experts` they are chosen. Layers are mixtures of experts or
 all blocks; a token whose first expert is negative has none recorded.
 
+Where it was recorded which tokens top-k, top-p and min-p left (`sampling_mask` of vLLM, flat with offsets or a list for each token;
+`rollout_top_p_token_ids` and `rollout_top_p_token_offsets` of slime, or `output_token_sampling_mask` of SGLang in its `meta_info`),
+texts have that too, and log-probabilities are compared among those tokens.
+
 Files are those of `torch.save`, read without running code of theirs. Tokens that the model did not sample have no
 log-probability: what follows them is a text of its own, behind a longer prompt.
 """
@@ -40,7 +44,7 @@ from .engine import settings_of
 __all__ = ["slime", "trl", "verl", "vllm", "write"]
 
 # The tokens before, the sampled ones, and their log-probabilities; where they were recorded, the experts of all tokens but the last,
-# `[tokens - 1, layers, chosen]`.
+# `[tokens - 1, layers, chosen]`, or None, and a list for each sampled token of those that it was drawn from.
 Text = tuple[Any, ...]
 
 
@@ -89,7 +93,10 @@ def slime(rollout: Mapping[str, Any]) -> list[Text]:
         if count > len(tokens):
             raise ValueError(f"{what}: response_length is {count}; there are {len(tokens)} tokens")
         experts = _of_slime(sample, rollout, what, len(tokens))
-        texts += _row(what, tokens[: len(tokens) - count], tokens[len(tokens) - count :], logprobs, mask, experts)
+        kept = _flat(what, sample.get("rollout_top_p_token_ids"), sample.get("rollout_top_p_token_offsets"))
+        if kept is None:
+            kept = (sample.get("meta_info") or {}).get("output_token_sampling_mask")
+        texts += _row(what, tokens[: len(tokens) - count], tokens[len(tokens) - count :], logprobs, mask, experts, kept)
     return texts
 
 
@@ -110,8 +117,23 @@ def vllm(outputs: Any) -> list[Text]:
             values = [getattr(one, "logprob", one) for one in logprobs]
             if tokens:
                 experts = _of_vllm(request, output, what, len(tokens))
-                texts += _row(what, [int(token) for token in _field(request, "prompt_token_ids", what)], tokens, values, None, experts)
+                prompt = [int(token) for token in _field(request, "prompt_token_ids", what)]
+                kept = output["sampling_mask"] if "sampling_mask" in output.keys() else None
+                if kept is not None and not isinstance(kept, (list, tuple)):
+                    flat = kept if hasattr(kept, "keys") else vars(kept)
+                    kept = _flat(what, _field(flat, "token_ids", what), _field(flat, "offsets", what))
+                texts += _row(what, prompt, tokens, values, None, experts, kept)
     return texts
+
+
+def _flat(what: str, ids: Any, offsets: Any) -> list[list[int]] | None:
+    """A list for each token, of all of them one behind the other and where each begins."""
+    if ids is None or offsets is None:
+        return None
+    ids, offsets = ([int(one) for one in values] for values in (ids, offsets))
+    if not offsets or offsets[0] != 0 or offsets[-1] != len(ids) or any(a > b for a, b in zip(offsets, offsets[1:])):
+        raise ValueError(f"{what}: offsets of a sampling mask must go from 0 up to its {len(ids)} tokens")
+    return [ids[begin:end] for begin, end in zip(offsets, offsets[1:])]
 
 
 def _of_each(experts: Any, count: int) -> Any:
@@ -171,13 +193,21 @@ def _matrix(of: Any, name: str, what: str) -> Any:
 
 
 def _row(
-    what: str, prompt: list[int], tokens: list[int], logprobs: list[float], sampled: list[Any] | None = None, experts: Any = None
+    what: str,
+    prompt: list[int],
+    tokens: list[int],
+    logprobs: list[float],
+    sampled: list[Any] | None = None,
+    experts: Any = None,
+    kept: Any = None,
 ) -> Iterator[Text]:
     """One response without padding; all of it was sampled where nothing else is said."""
     sampled = [1] * len(tokens) if sampled is None else sampled
     if not len(tokens) == len(logprobs) == len(sampled):
         raise ValueError(f"{what}: {len(tokens)} tokens of response, {len(logprobs)} log-probabilities, a mask of {len(sampled)}")
-    return _runs(what, prompt, tokens, sampled, logprobs, experts)
+    if kept is not None and len(kept) != len(tokens):
+        raise ValueError(f"{what}: {len(tokens)} tokens of response, a sampling mask of {len(kept)}")
+    return _runs(what, prompt, tokens, sampled, logprobs, experts, kept)
 
 
 def _texts(
@@ -200,7 +230,7 @@ def _texts(
 
 
 def _runs(
-    what: str, before: list[int], tokens: list[int], sampled: list[Any], logprobs: list[float], experts: Any = None
+    what: str, before: list[int], tokens: list[int], sampled: list[Any], logprobs: list[float], experts: Any = None, kept: Any = None
 ) -> Iterator[Text]:
     """The runs of tokens that were sampled, each behind all that stands before it."""
     if not before:
@@ -219,7 +249,9 @@ def _runs(
                 if not math.isfinite(value):
                     raise ValueError(f"{what}: token {at + place} of the response has the log-probability {value}")
             # Nothing is computed of a last token.
-            of = () if rows is None else (rows[: len(before) + end - 1],)
+            of = () if rows is None and kept is None else (None if rows is None else rows[: len(before) + end - 1],)
+            if kept is not None:
+                of = (*of, [[int(token) for token in tokens] for tokens in kept[at:end]])
             yield (before + tokens[:at], tokens[at:end], values, *of)
         at = end
 
@@ -250,7 +282,7 @@ def write(
     if rope_length is not None:
         first["rope_length"] = rope_length
     # Whoever reads them looks whether they are experts of the model.
-    experts = [_lists(text[3], f"text {number}") for number, text in enumerate(texts) if len(text) > 3]
+    experts = [_lists(text[3], f"text {number}") for number, text in enumerate(texts) if len(text) > 3 and text[3] is not None]
     forms = {(len(token), len(token[0])) for rows in experts for token in rows}
     if len(forms) > 1:
         raise ValueError(f"routed experts: there are some of {sorted(forms)} layers and experts; records of one model are written")
@@ -263,7 +295,9 @@ def write(
     for number, (prompt, tokens, logprobs, *of) in enumerate(texts):
         limit = len(prompt) + len(tokens)
         line = {"sequence": number, "limit": limit, "prompt_tokens": prompt, "tokens": tokens, "logprobs": logprobs}
-        if of and "routed_experts" in first:
+        if len(of) > 1:
+            line["sampling_mask"] = of[1]
+        if of and of[0] is not None:
             each = [max(expert, -1) for token in _lists(of[0], f"text {number}") for row in token for expert in row]
             line["routed_experts"] = base64.b64encode(struct.pack(f"<{len(each)}{code}", *each)).decode()
         lines.append(json.dumps(line if sampling is None else {**line, "sampling": settings}))

@@ -114,6 +114,11 @@ class Sample:
     """Where they are recorded, the experts of all tokens but the last, `[tokens - 1, mixtures, chosen]`: int8, int16 or int32."""
 
 
+def _recorded(experts: Any) -> tuple[int, int, list[int], bool] | None:
+    """Experts of a sample, which are counted and not replayed: layers, how many each chooses, and all of them."""
+    return None if experts is None else (*experts.shape[1:], [int(one) for one in experts.flatten()], False)
+
+
 def divisor(temperature: float) -> float:
     """What logits are divided by for log-probabilities: those of the likeliest tokens are those at 1."""
     return 1.0 if temperature == 0 else float(temperature)
@@ -294,6 +299,8 @@ class Engine:
         self.rope_length, self._depends = self._native.rope_length()
         # Between the version that a request is made by and the request nothing is changed.
         self._lock = threading.Lock()
+        # How many choices of routers the last call of `score` found to be others than recorded, and of how many.
+        self.flips: tuple[int, int] | None = None
 
     def stream(
         self,
@@ -376,7 +383,8 @@ class Engine:
     def score(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Any]:
         """The log-probabilities of samples once more, each by one forward over prompt and tokens, by the settings that it was
         sampled by: the bits of `logprobs`, with the weights that made them. Raises ValueError for samples of another dtype, rope
-        length or adapter than the engine's, or of another `temperature` than the one that is asked for.
+        length or adapter than the engine's, or of another `temperature` than the one that is asked for. Of samples that have experts,
+        `flips` says afterwards in how many choices the routers differ, and of how many.
         """
         known = self.adapters
         for sample in samples:
@@ -387,23 +395,30 @@ class Engine:
         comparable(samples, "the engine", self.dtype, self.rope_length if self._depends else None, temperature)
         rows: list[Any] = [None] * len(samples)
         told = [text_of({**sample.sampling, "temperature": sample.temperature, "adapter": sample.adapter}) for sample in samples]
+        flips: list[tuple[int, int]] = []
         for at in dict.fromkeys(told):
             places = [place for place, by in enumerate(told) if by == at]
-            texts = [(samples[place].prompt_tokens, [int(token) for token in samples[place].tokens]) for place in places]
-            for place, row in zip(places, self._native.score(texts, at)):
+            of = (samples[place] for place in places)
+            texts = [(one.prompt_tokens, [int(token) for token in one.tokens], _recorded(one.experts)) for one in of]
+            scores, found = self._native.score(texts, at)
+            flips += [] if found is None else [found]
+            for place, row in zip(places, scores):
                 rows[place] = array(row, "float32")
+        self.flips = (sum(one for one, _ in flips), sum(of for _, of in flips)) if flips else None
         return rows
 
     def update(self, state: Any, *, end: bool = False, adapter: str | None = None) -> int:
         """Packs other weights, a state dictionary or a module, and gives the number of their version. With `adapter` they are those of
-        this adapter, f32 under the names that its folder has; of a `CausalLM` with one its parameters are taken.
+        this adapter, f32 under the names that its folder has; of a `CausalLM` those of its only one are taken, or of its adapter of this
+        name.
 
         No text is made by two versions: while a request has texts that have not ended, RuntimeError names it and nothing is
         changed. With `end` such texts are ended as they are, with stop "ended". Weights that are refused leave the old ones.
         """
         with self._lock:
             if adapter is not None:
-                tensors = dict(state.named_parameters()) if hasattr(state, "named_parameters") else dict(state)
+                named = getattr(state, "adapter_state", lambda _: dict(state.named_parameters()))
+                tensors = named(adapter) if hasattr(state, "named_parameters") else dict(state)
                 return self._native.update({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, end, adapter)
             return self._native.update(tensors_of(state, self._family), end)
 

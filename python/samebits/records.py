@@ -37,10 +37,12 @@ def mismatch(
     gate: str | Sequence[str] = "bitwise",
     dtype: str = "bf16",
     thresholds: str | None = None,
+    flips: tuple[int, int] | None = None,
 ) -> Mismatch:
     """Compares log-probabilities by sequence: lists, arrays or tensors `[B,T]`, of which those count whose `mask[B,T]` is 1 (all
     without it). Both are rounded to f32. `gate` names what must hold, one or several: "bitwise", "nemo-rl", "ws1", or those of
-    `thresholds`, the text of a table like contract/mismatch.toml. `dtype` is that of the models.
+    `thresholds`, the text of a table like contract/mismatch.toml. `dtype` is that of the models. `flips`, where experts were recorded:
+    how many choices of routers are others, and of how many, as `Engine.flips` and `CausalLM.flips` have them.
     """
     old, new, keep = (None if rows is None else _rows(rows) for rows in (recorded, recomputed, mask))
     assert old is not None and new is not None
@@ -56,7 +58,7 @@ def mismatch(
     if not any(row for row, _ in texts):
         raise ValueError("recorded: there is no token; nothing can be compared")
     gates = [gate] if isinstance(gate, str) else list(gate)
-    text, found, ok = _native.mismatch(texts, gates, dtype, thresholds)
+    text, found, ok = _native.mismatch(texts, gates, dtype, thresholds, flips)
     return Mismatch(ok, json.loads(found), text)
 
 

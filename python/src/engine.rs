@@ -1,15 +1,21 @@
 //! `Engine`: texts sampled over the paged cache of the model crate, for requests that come when they like.
 
-use crate::model::{Views, config_of, locked, refused, released, rope_length};
+use crate::model::{
+    Flipped, OfSequence, Views, config_of, flipped, locked, recorded_of, refused, released, rope_length,
+};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use samebits_models::{
-    Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, Serving, StorageContract,
+    Event, ModelError, PageOrder, Precision, RopeLength, Routing, Run, Sample, Sampling, Serving, StorageContract,
+    ToScore,
 };
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Mutex;
+
+/// A text to score: its prompt, its tokens, and the experts that were recorded of it.
+type Scored = (Vec<i32>, Vec<i32>, Option<OfSequence>);
 
 /// Experts of tokens: layers, experts chosen in each, and all of them.
 type OfTokens = (usize, usize, Vec<i32>);
@@ -212,14 +218,23 @@ impl Engine {
         })
     }
 
-    /// Log-probabilities of tokens behind their prompts by one forward, as `next` tells them of texts sampled by these settings.
-    fn score(&self, py: Python<'_>, texts: Vec<(Vec<i32>, Vec<i32>)>, settings: &str) -> PyResult<Vec<Vec<f32>>> {
+    /// Log-probabilities of tokens behind their prompts by one forward, as `next` tells them of texts sampled by these settings; and
+    /// how many choices of routers are others than the experts that stand with a text, and of how many.
+    fn score(&self, py: Python<'_>, texts: Vec<Scored>, settings: &str) -> PyResult<(Vec<Vec<f32>>, Flipped)> {
         let mut sampling = Sampling::default();
         sampling.read(&object(settings)?).map_err(|e| PyValueError::new_err(e.to_string()))?;
         let Sampling { rule, adapters, .. } = sampling;
         self.run(py, |state, cpu| {
-            let texts: Vec<_> = texts.iter().map(|(prompt, tokens)| (&prompt[..], &tokens[..], &rule)).collect();
-            state.engine.model().score(cpu, &texts, Run { adapters: &adapters, ..Run::default() })
+            let model = state.engine.model();
+            let asked = texts.iter().map(|(prompt, tokens, _)| (&prompt[..], &tokens[..], &rule, None));
+            let asked: Vec<ToScore> = asked.collect();
+            let recorded: Vec<_> = texts.iter().map(|(.., experts)| experts.clone().map(recorded_of)).collect();
+            let mut routing = recorded.iter().any(Option::is_some).then(|| Routing { recorded, own: Vec::new() });
+            let run = Run { adapters: &adapters, experts: routing.as_mut(), ..Run::default() };
+            let scores = model.score(cpu, &asked, run)?;
+            let flips = routing.iter().flat_map(|Routing { recorded, own }| recorded.iter().zip(own));
+            let flips = flips.map(|(of, own)| of.as_ref().map(|of| of.experts.flips(model.config(), own)));
+            Ok((scores, flipped(&flips.collect::<Vec<_>>())))
         })
     }
 

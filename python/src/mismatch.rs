@@ -6,14 +6,16 @@ use samebits_contract::mismatch::{parse, thresholds};
 use samebits_harness::mismatch::{Found, check_gates};
 
 /// Of texts, each the log-probabilities that were recorded and those that were computed again: the lines for people and the JSON
-/// for programs, and whether all gates hold. `table` stands in the place of the contract's thresholds.
+/// for programs, and whether all gates hold. `table` stands in the place of the contract's thresholds; `flips` are how many choices of
+/// experts are others than recorded, and of how many.
 #[pyfunction]
-#[pyo3(signature = (texts, gates, dtype, table = None))]
+#[pyo3(signature = (texts, gates, dtype, table = None, flips = None))]
 pub fn mismatch(
     texts: Vec<(Vec<f32>, Vec<f32>)>,
     gates: Vec<String>,
     dtype: &str,
     table: Option<&str>,
+    flips: Option<(usize, usize)>,
 ) -> PyResult<(String, String, bool)> {
     let lines = table
         .map_or_else(|| Ok(thresholds()), parse)
@@ -22,6 +24,9 @@ pub fn mismatch(
     let mut found = Found::default();
     for (number, (old, new)) in texts.iter().enumerate() {
         found.add(number, 0, &[], old, new);
+    }
+    if let Some((flips, choices)) = flips {
+        found.add_flips([flips, choices]);
     }
     let judged = found.judged(&lines, &gates, dtype);
     let holds = judged.iter().all(|(.., holds)| *holds);

@@ -13,7 +13,7 @@ use samebits_contract::atomic_write::AtomicFile;
 use samebits_contract::wire::write_tensors;
 use samebits_models::{
     AdapterChoice, Config, Experts, Flips, GradientRun, ModelError, Partial, Precision, Recorded, Ruled, Run, Sampled,
-    SamplingRule,
+    Sampling,
 };
 use samebits_ops::{Cpu, DType, TensorRef, bf16, f16};
 use std::collections::BTreeMap;
@@ -22,18 +22,24 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 /// Experts that were recorded of a sequence: layers, experts chosen in each, all of them, and whether they are replayed.
-type OfSequence = (usize, usize, Vec<i32>, bool);
+pub type OfSequence = (usize, usize, Vec<i32>, bool);
 
 /// How many choices of experts are others than recorded, and of how many; None where none were recorded.
-type Flipped = Option<(usize, usize)>;
+pub type Flipped = Option<(usize, usize)>;
 
-fn flipped(each: &[Option<Flips>]) -> Flipped {
+/// The same for the models.
+pub fn recorded_of((layers, chosen, each, replay): OfSequence) -> Recorded {
+    Recorded { experts: Experts { layers, chosen, each }, replay }
+}
+
+pub fn flipped(each: &[Option<Flips>]) -> Flipped {
     let [flips, choices] = Flips::sum(each.iter().flatten());
     each.iter().any(Option::is_some).then_some((flips, choices))
 }
 
 /// What log-probabilities are those of: all tokens at a temperature; or for each sequence its settings as JSON, how many of its
-/// tokens are the prompt, and the experts that were recorded of it.
+/// tokens are the prompt, the experts that were recorded of it, and the tokens that each of its tokens was drawn from. `adapter` among
+/// the settings names its adapter, null for none.
 enum Drawn {
     At(f64),
     By(Vec<Ruled>),
@@ -55,13 +61,14 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Drawn {
         if let Ok(temperature) = given.extract::<f64>() {
             return Ok(Drawn::At(temperature));
         }
-        let each = given.extract::<Vec<(String, usize, Option<OfSequence>)>>()?;
-        let ruled = |(settings, prompt, experts): (String, usize, Option<OfSequence>)| {
-            let mut rule = SamplingRule::default();
-            rule.read(&object(&settings)?).map_err(refused)?;
-            let recorded =
-                |(layers, chosen, each, replay)| Recorded { experts: Experts { layers, chosen, each }, replay };
-            Ok(Ruled { rule, prompt, experts: experts.map(recorded) })
+        type Each = (String, usize, Option<OfSequence>, Option<Vec<Vec<i32>>>);
+        let each = given.extract::<Vec<Each>>()?;
+        let ruled = |(settings, prompt, experts, kept): Each| {
+            let mut sampling = Sampling::default();
+            sampling.read(&object(&settings)?).map_err(refused)?;
+            let Sampling { rule, adapters, .. } = sampling;
+            let adapter = adapters.into_iter().next().unwrap_or_default();
+            Ok(Ruled { rule, prompt, kept, experts: experts.map(recorded_of), adapter })
         };
         each.into_iter().map(ruled).collect::<PyResult<Vec<_>>>().map(Drawn::By)
     }
@@ -225,17 +232,14 @@ pub struct Model(Mutex<Held>);
 
 struct Held {
     model: samebits_models::Model,
-    /// What was packed last, of the model and of its adapter.
-    fingerprints: [Vec<u32>; 2],
+    /// What was packed last, of the model and of its adapters by their names.
+    fingerprints: BTreeMap<Option<String>, Vec<u32>>,
 }
-
-/// What its only adapter is called.
-const ADAPTER: &str = "adapter";
 
 #[pymethods]
 impl Model {
     #[new]
-    #[pyo3(signature = (tensors, dtype, config = None, folder = None, rope_length = None, adapter = None))]
+    #[pyo3(signature = (tensors, dtype, config = None, folder = None, rope_length = None, adapters = vec![]))]
     fn new(
         py: Python<'_>,
         tensors: &Bound<'_, PyDict>,
@@ -243,7 +247,7 @@ impl Model {
         config: Option<&str>,
         folder: Option<PathBuf>,
         rope_length: Option<usize>,
-        adapter: Option<PathBuf>,
+        adapters: Vec<(String, PathBuf)>,
     ) -> PyResult<Model> {
         let precision: Precision = dtype.parse().map_err(refused)?;
         let config = config_of(config, folder.as_deref(), rope_length).map_err(refused)?;
@@ -251,46 +255,49 @@ impl Model {
         let tensors = views.tensors()?;
         let held = released(py, "model", |cpu| {
             let model = samebits_models::Model::of_tensors(&config, &tensors, precision, folder.as_deref(), cpu)?;
-            let adapters: Vec<_> = adapter.into_iter().map(|dir| (ADAPTER.to_string(), dir)).collect();
             let model = model.with_adapters(cpu, &adapters)?;
-            Ok(Held { model, fingerprints: [fingerprint(&tensors), Vec::new()] })
+            Ok(Held { model, fingerprints: BTreeMap::from([(None, fingerprint(&tensors))]) })
         })?;
         Ok(Model(Mutex::new(held)))
     }
 
-    /// Packs the weights, or those of the adapter, anew where an element of them is another one than last time; whether it was so.
-    #[pyo3(signature = (tensors, of_adapter = false))]
-    fn refresh(&self, py: Python<'_>, tensors: &Bound<'_, PyDict>, of_adapter: bool) -> PyResult<bool> {
+    /// Packs the weights, or those of an adapter, anew where an element of them is another one than last time; whether it was so.
+    #[pyo3(signature = (tensors, adapter = None))]
+    fn refresh(&self, py: Python<'_>, tensors: &Bound<'_, PyDict>, adapter: Option<String>) -> PyResult<bool> {
         let views = Views::of("model", tensors)?;
         let tensors = views.tensors()?;
         locked(py, "model", &self.0, |held, cpu| {
-            let (fingerprint, which) = (fingerprint(&tensors), usize::from(of_adapter));
-            if fingerprint == held.fingerprints[which] {
+            let fingerprint = fingerprint(&tensors);
+            if held.fingerprints.get(&adapter) == Some(&fingerprint) {
                 return Ok(false);
             }
             // Of no weights, where the update ends in the middle.
-            held.fingerprints[which].clear();
-            match of_adapter {
-                true => held.model.update_adapter(ADAPTER, &tensors, cpu)?,
-                false => held.model.update(&tensors, cpu)?,
+            held.fingerprints.remove(&adapter);
+            match &adapter {
+                Some(name) => held.model.update_adapter(name, &tensors, cpu)?,
+                None => held.model.update(&tensors, cpu)?,
             }
-            held.fingerprints[which] = fingerprint;
+            held.fingerprints.insert(adapter, fingerprint);
             Ok(true)
         })
     }
 
-    /// The tensors of the adapter as its folder has them, and the text of its config; None where there is none.
-    fn adapter(&self, py: Python<'_>) -> PyResult<Option<(BTreeMap<String, Tensor>, String)>> {
+    /// Of each adapter its name, its tensors as its folder has them, and the text of its config.
+    fn adapters(&self, py: Python<'_>) -> PyResult<Vec<(String, BTreeMap<String, Tensor>, String)>> {
         let found = locked(py, "model", &self.0, |held, _| {
-            let Some(folder) = held.model.adapter_folder(&AdapterChoice::Only)? else { return Ok(None) };
-            let mut tensors = BTreeMap::new();
-            for (name, tensor) in folder.tensors() {
-                let values = tensor.as_slice::<f32>().expect("it is f32, and on the host").to_vec();
-                tensors.insert(name.clone(), samebits_ops::Tensor::new(values, tensor.shape())?);
+            let mut found = Vec::new();
+            for (name, _) in held.model.adapters() {
+                let folder = held.model.adapter_folder(&AdapterChoice::Named(name.into()))?.expect("it is named");
+                let mut tensors = BTreeMap::new();
+                for (name, tensor) in folder.tensors() {
+                    let values = tensor.as_slice::<f32>().expect("it is f32, and on the host").to_vec();
+                    tensors.insert(name.clone(), samebits_ops::Tensor::new(values, tensor.shape())?);
+                }
+                found.push((name.to_string(), tensors, folder.config()));
             }
-            Ok(Some((tensors, folder.config())))
+            Ok(found)
         })?;
-        Ok(found.map(|(tensors, config)| (all_lent(tensors), config)))
+        Ok(found.into_iter().map(|(name, tensors, config)| (name, all_lent(tensors), config)).collect())
     }
 
     /// A line for each field and kind of tensor of its folder that was passed by.

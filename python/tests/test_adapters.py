@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import samebits
+import samebits.torch
 import torch
 from samebits import adapters
 
@@ -151,6 +152,68 @@ def test_settings_of_the_record_are_those_of_the_score(tmp_path):
     assert code == 0 and said.startswith("0 of "), said
     with pytest.raises(ValueError, match="sampling: `typical_p` is no setting"):
         adapters.write(texts, tmp_path / "rollout.jsonl", sampling={"typical_p": 0.4})
+
+
+def left(texts, top_k):
+    """The tokens that top-k left for each token of each text, by the model's logits."""
+    model = samebits.torch.CausalLM.from_pretrained(MODEL)
+    with torch.no_grad():
+        rows = [model([prompt + tokens])[0][len(prompt) - 1 : -1] for prompt, tokens, _ in texts]
+    return [row.topk(top_k).indices.tolist() for row in rows]
+
+
+@pytest.mark.parametrize("form", ["vllm", "vllm flat", "slime", "sglang"])
+def test_what_tokens_were_drawn_from(form, tmp_path):
+    """Records that say which tokens were left are compared among those, whatever settings left them; by `CausalLM` too."""
+    samples = samebits.Engine(MODEL).generate(PROMPTS, 2, max_tokens=5, seed=8, top_k=3, temperature=0.8, ignore_eos=True)
+    texts = [(sample.prompt_tokens, sample.tokens.tolist(), sample.logprobs.tolist()) for sample in samples]
+    lists = left(texts, 3)
+    batch = recorded(form.split()[0] if form.startswith("vllm") else "slime", texts)
+    for number, kept in enumerate(lists):
+        ids, offsets = [token for tokens in kept for token in tokens], [3 * place for place in range(len(kept) + 1)]
+        if form == "slime":
+            batch["samples"][number] |= {"rollout_top_p_token_ids": torch.tensor(ids), "rollout_top_p_token_offsets": torch.tensor(offsets)}
+        elif form == "sglang":
+            batch["samples"][number]["meta_info"] = {"output_token_sampling_mask": kept}
+        else:
+            batch[number]["outputs"][0]["sampling_mask"] = {"token_ids": ids, "offsets": offsets} if "flat" in form else kept
+    torch.save(batch, tmp_path / "recorded.pt")
+    project = form.split()[0].replace("sglang", "slime")
+    more = ["--out", tmp_path / "rollout.jsonl", "--temperature", 0.8]
+    code, said = command("samebits.adapters", project, tmp_path / "recorded.pt", *more)
+    assert code == 0, said
+    code, said = score(tmp_path / "rollout.jsonl", "--gate", "bitwise")
+    assert code == 0 and said.startswith("0 of 30 "), said
+    without = [text[:3] for text in getattr(adapters, project)(batch)]
+    adapters.write(without, tmp_path / "rollout.jsonl", temperature=0.8)
+    assert score(tmp_path / "rollout.jsonl", "--gate", "bitwise")[0] == 1
+    model = samebits.torch.CausalLM.from_pretrained(MODEL)
+    sequences, prompt = [prompt + tokens for prompt, tokens, _ in texts], [len(prompt) for prompt, _, _ in texts]
+    found = model.logprob(sequences, temperature=0.8, prompt=prompt, sampling_mask=lists)
+    for row, start, (_, tokens, logprobs) in zip(found, prompt, texts):
+        assert torch.equal(row[start : start + len(tokens)].detach(), torch.tensor(logprobs))
+    found.sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.logprob(samples).sum().backward()
+    assert all(torch.equal(gradients[name], parameter.grad) for name, parameter in model.named_parameters())
+
+
+def test_masks_that_do_not_fit_are_refused(texts):
+    prompt, tokens, logprobs = texts[0]
+    one = recorded("vllm", texts[:1])
+    one[0]["outputs"][0]["sampling_mask"] = {"token_ids": [1, 2], "offsets": [0, 3]}
+    with pytest.raises(ValueError, match="vllm: request 0, output 0: offsets of a sampling mask must go from 0 up to its 2 tokens"):
+        adapters.vllm(one)
+    one[0]["outputs"][0]["sampling_mask"] = [[tokens[0]]] * (len(tokens) + 1)
+    with pytest.raises(ValueError, match=f"{len(tokens)} tokens of response, a sampling mask of {len(tokens) + 1}"):
+        adapters.vllm(one)
+    model = samebits.torch.CausalLM.from_pretrained(MODEL)
+    for mask, line in [([[]] * len(tokens), "has an empty list 0"), ([[tokens[0]]] * (len(tokens) + 1), f"has {len(tokens) + 1} lists of tokens for {len(tokens)}")]:
+        with pytest.raises(ValueError, match=f"sampling_mask: sequence 0 {line}"):
+            model.logprob([prompt + tokens], prompt=[len(prompt)], sampling_mask=[mask])
+    with pytest.raises(ValueError, match="sampling_mask: give `prompt`"):
+        model.logprob([prompt + tokens], sampling_mask=[[[1]]])
 
 
 def test_outputs_of_vllm_in_memory():

@@ -120,6 +120,49 @@ def test_engine_and_model(tmp_path):
     assert again.adapters["a"] == engine.adapters["a"]
 
 
+def test_several_in_one_batch(tmp_path):
+    """Samples of two adapters and of none in one batch: each has its log-probabilities, and each adapter the gradient of its own alone."""
+    adapters = {"a": ADAPTERS / "qwen3", "b": ADAPTERS / "qwen3-other"}
+    engine = samebits.Engine(CHECKPOINTS / "qwen3", adapters=adapters)
+    prompts, how = sequences(150, (4, 3, 5)), {"max_tokens": 6, "ignore_eos": True, "seed": 3, "temperature": 0.7, "top_k": 9}
+    samples = engine.generate(prompts, 2, adapter=["a", None, "b"], **how)
+    both = samebits.torch.CausalLM.from_pretrained(CHECKPOINTS / "qwen3", adapter=adapters)
+    logprob = both.logprob(samples)
+    for row, sample in zip(logprob, samples):
+        start = len(sample.prompt_tokens)
+        assert same(row[start : start + 6].detach(), torch.tensor(sample.logprobs))
+    weights = torch.tensor([0.5, -1.0, 2.0, 0.25, -0.75, 1.5])
+    (logprob.sum(1) * weights).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in both.named_parameters()}
+    for name, rows in {"a": [0, 1], "b": [4, 5]}.items():
+        alone = samebits.torch.CausalLM.from_pretrained(CHECKPOINTS / "qwen3", adapter=adapters[name])
+        (alone.logprob([samples[row] for row in rows]).sum(1) * weights[rows]).sum().backward()
+        for parameter, tensor in alone.named_parameters():
+            assert same(gradients.pop(f"{name}/{parameter}"), tensor.grad), parameter
+    assert not gradients
+    # Of lists of tokens the call says it.
+    texts = [sample.prompt_tokens + sample.tokens.tolist() for sample in samples]
+    prompt, sampling = [len(sample.prompt_tokens) for sample in samples], {"temperature": 0.7, "top_k": 9}
+    said = both.logprob(texts, sampling=sampling, prompt=prompt, adapter=[sample.adapter for sample in samples])
+    for row, sample in zip(said, samples):
+        start = len(sample.prompt_tokens)
+        assert same(row[start : start + 6].detach(), torch.tensor(sample.logprobs))
+    for given, line in [({}, "the model has `a`, `b`; say which"), ({"adapter": "c"}, "`c` is none of the model"), ({"adapter": ["a"]}, "adapter: there are 1 for 6")]:
+        with pytest.raises(ValueError, match=line):
+            both.logprob(texts, **given)
+    stranger = samebits.Engine(CHECKPOINTS / "qwen3", adapters={"c": ADAPTERS / "qwen3"}).generate(prompts[:1], **how)
+    with pytest.raises(ValueError, match="adapter: sample 0 was made with `c`, the model has `a`, `b`; two are not compared"):
+        both.logprob(stranger)
+    # What was trained is served, and saved as PEFT saves adapters that have names.
+    samebits.torch.AdamW(both, lr=0.1).step()
+    before = dict(engine.adapters)
+    assert engine.update(both, adapter="b") == 1 and engine.adapters["b"] != before["b"] and engine.adapters["a"] == before["a"]
+    both.save_pretrained(tmp_path)
+    again = samebits.Engine(CHECKPOINTS / "qwen3", adapters={"b": tmp_path / "b"})
+    assert again.adapters["b"] == engine.adapters["b"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
 def test_steps_are_those_of_train(tmp_path):
     """A step is one of `samebits train --adapter`, in parts and without."""
     place, data = CHECKPOINTS / "phi3-partial", ROOT / "tests/gradients/phi3-partial.safetensors"

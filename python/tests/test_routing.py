@@ -1,6 +1,7 @@
 """Experts that a rollout records: counted, replayed with the gradient of torch, and read of other projects' records."""
 
 import base64
+import dataclasses
 import json
 import subprocess
 import sys
@@ -61,6 +62,27 @@ def test_what_the_engine_chose_is_chosen_again(samples):
     model.logprob([sample.prompt_tokens for sample in samples])
     assert model.flips is None
     assert samebits.Engine(MODEL).generate(PROMPTS[:1], max_tokens=2)[0].experts is None
+
+
+def test_flips_are_counted_and_judged(samples):
+    """`Engine.score` counts them as `CausalLM` does, and `samebits.mismatch` judges them."""
+    engine = samebits.Engine(MODEL)
+    assert engine.flips is None
+    engine.score(samples)
+    choices = sum(sample.experts.shape[0] * 2 for sample in samples)
+    assert engine.flips == (0, choices)
+    wrong = [dataclasses.replace(sample, experts=experts) for sample, experts in zip(samples, others(samples))]
+    rows = engine.score(wrong)
+    model = samebits.torch.CausalLM.from_pretrained(MODEL)
+    with torch.no_grad():
+        model.logprob(wrong)
+    assert engine.flips == model.flips and 0 < engine.flips[0] < choices
+    recorded = [sample.logprobs for sample in samples]
+    assert samebits.mismatch(recorded, rows, flips=(0, choices)).ok
+    found = samebits.mismatch(recorded, rows, flips=engine.flips)
+    assert not found.ok and found.metrics["flips"] == engine.flips[0] and f"{engine.flips[0]} of {choices} choices" in str(found)
+    engine.score(engine.generate(PROMPTS[:1], max_tokens=2))
+    assert engine.flips is None
 
 
 def replayed(router, experts, of):

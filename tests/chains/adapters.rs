@@ -146,7 +146,8 @@ fn texts_with_different_adapters_share_steps() {
         assert_eq!(rollout(&model, &cpu, &sampling, serving), expected, "{serving:?} {cpu:?}");
     }
     let prompts = super::prompts(&model);
-    let texts: Vec<_> = expected.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..], &sampling.rule)).collect();
+    let texts: Vec<_> =
+        expected.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..], &sampling.rule, None)).collect();
     let of_texts: Vec<AdapterChoice> = expected.iter().map(|s| adapters[s.prompt].clone()).collect();
     for (schedule, page_size, isa) in [
         (Schedule::Prefill, 64, Isa::best()),
@@ -574,7 +575,11 @@ fn an_adapter_is_trained_into_a_folder() {
         line_of(&refused)
     );
     let twice = train(adapter, "1", &at("new"), &["--adapter", adapter]);
-    assert!(line_of(&twice).contains("--adapter: is there more than once; one is trained"), "{}", line_of(&twice));
+    assert!(
+        line_of(&twice).contains("`phi3-partial` is there twice; give each a name of its own"),
+        "{}",
+        line_of(&twice)
+    );
     assert!(!dir.path().join("new").exists());
 }
 

@@ -59,7 +59,7 @@ fn scored(
     recorded: &[Option<Recorded>],
 ) -> (Vec<Vec<u32>>, Vec<Flips>) {
     let (prompts, rule) = (prompts(model), SamplingRule { repetition_penalty: 1.2, ..SamplingRule::at(0.8) });
-    let texts: Vec<_> = samples.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..], &rule)).collect();
+    let texts: Vec<_> = samples.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..], &rule, None)).collect();
     let mut routing = Routing { recorded: recorded.to_vec(), own: Vec::new() };
     let run = Run { schedule, page_size: 3, experts: Some(&mut routing), ..Run::default() };
     let scores = model.score(cpu, &texts, run).unwrap();
@@ -162,9 +162,8 @@ fn training_replays_them(
     let (prompts, cpu) = (prompts(model), Cpu::best());
     let rule = SamplingRule { repetition_penalty: 1.2, ..SamplingRule::at(0.8) };
     let ruled = |(sample, experts): (&Sample, Option<Recorded>)| Ruled {
-        rule: rule.clone(),
-        prompt: prompts[sample.prompt].len(),
         experts,
+        ..Ruled::new(rule.clone(), prompts[sample.prompt].len())
     };
     let rules: Vec<Ruled> = samples.iter().zip(recorded).map(ruled).collect();
     let sequences: Vec<Vec<i32>> = samples.iter().map(|s| [&prompts[s.prompt][..], &s.tokens].concat()).collect();
@@ -201,7 +200,7 @@ fn experts_that_a_model_does_not_have_are_refused() {
         let experts = Experts { layers, chosen, each: each.to_vec() };
         let mut routing = Routing { recorded: vec![Some(Recorded { experts, replay: true })], own: Vec::new() };
         let run = Run { experts: Some(&mut routing), ..Run::default() };
-        model.score(&cpu, &[(&[1, 2][..], &[3][..], &rule)], run).unwrap_err().to_string()
+        model.score(&cpu, &[(&[1, 2][..], &[3][..], &rule, None)], run).unwrap_err().to_string()
     };
     let moe = load(&checkpoint("mixtral"));
     let (layers, mixture) = (moe.config().mixtures().len(), moe.config().mixtures()[0]);
@@ -355,7 +354,7 @@ fn files_of_experts_are_trained_on_by_the_command() {
     let recorded = others(&model, samples, true);
     let prompts = prompts(&model);
     let sequences: Vec<Vec<i32>> = samples.iter().map(|s| [&prompts[s.prompt][..], &s.tokens].concat()).collect();
-    let rules = recorded.into_iter().map(|experts| Ruled { rule: SamplingRule::default(), prompt: 1, experts });
+    let rules = recorded.into_iter().map(|experts| Ruled { experts, ..Ruled::new(SamplingRule::default(), 1) });
     let rules: Vec<Ruled> = rules.collect();
     let (expected, _) = model.logprobs(&Cpu::best(), &sequences, Sampled::By(&rules), &GradientRun::default()).unwrap();
     let longest = logprobs[1].len() / 2;

@@ -203,7 +203,7 @@ fn the_library_refuses_what_is_not_finite() {
     let made = model().logprobs(&cpu, &sequences, Sampled::At(1.0), &allowed).unwrap();
     assert!(made.0.iter().flatten().any(|v| !v.is_finite()));
     assert_eq!(
-        refused(model().score(&cpu, &[(&[1], &[2], &SamplingRule::default())], Default::default()).map(drop)),
+        refused(model().score(&cpu, &[(&[1], &[2], &SamplingRule::default(), None)], Default::default()).map(drop)),
         (0, 0)
     );
     let mut sums = Accumulator::new(None, 1, 0, 1).unwrap();

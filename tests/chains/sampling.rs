@@ -61,7 +61,7 @@ fn texts_that_are_sampled_in_different_ways_are_scored_the_same() {
         // The first text does not see who is sampled beside it, nor how.
         assert_eq!(sampled(&Cpu::best(), &Serving::default(), &each[..1]), expected[..2]);
         let texts: Vec<_> =
-            expected.iter().map(|s| (&each[s.prompt].0[..], &s.tokens[..], &each[s.prompt].1.rule)).collect();
+            expected.iter().map(|s| (&each[s.prompt].0[..], &s.tokens[..], &each[s.prompt].1.rule, None)).collect();
         for (schedule, page_size) in [(Schedule::Prefill, 64), (Schedule::Chunk(5), 3), (Schedule::Speculative(3), 4)] {
             let run = Run { schedule, page_size, page_order: PageOrder::Scattered, ..Run::default() };
             let scores = model.score(&Cpu::best(), &texts, run).unwrap();
@@ -78,11 +78,11 @@ fn texts_that_are_sampled_in_different_ways_are_scored_the_same() {
         training_finds_them_again(&model, &each, &expected);
         // By another rule they are others, and what could not be sampled has no probability.
         let plain = SamplingRule::at(0.8);
-        let other: Vec<_> = texts.iter().map(|(prompt, tokens, _)| (*prompt, *tokens, &plain)).collect();
+        let other: Vec<_> = texts.iter().map(|(prompt, tokens, ..)| (*prompt, *tokens, &plain, None)).collect();
         let scores = model.score(&Cpu::best(), &other, Run::default()).unwrap();
         assert!(scores.iter().zip(&expected).skip(2).all(|(scores, sample)| *scores != sample.logprobs), "{name}");
         let narrow = SamplingRule { allowed_tokens: Some(vec![0]), ..plain };
-        let none = model.score(&Cpu::best(), &[(&[3], &[0, 4], &narrow)], Run::default()).unwrap();
+        let none = model.score(&Cpu::best(), &[(&[3], &[0, 4], &narrow, None)], Run::default()).unwrap();
         assert_eq!(none[0], [0.0, f32::NEG_INFINITY]);
     }
 }
@@ -92,8 +92,7 @@ fn texts_that_are_sampled_in_different_ways_are_scored_the_same() {
 fn training_finds_them_again(model: &Model, each: &[(Vec<i32>, Sampling)], samples: &[Sample]) {
     let cpu = Cpu::best();
     let sequences: Vec<Vec<i32>> = samples.iter().map(|s| [&each[s.prompt].0[..], &s.tokens].concat()).collect();
-    let ruled =
-        |s: &Sample| Ruled { rule: each[s.prompt].1.rule.clone(), prompt: each[s.prompt].0.len(), experts: None };
+    let ruled = |s: &Sample| Ruled::new(each[s.prompt].1.rule.clone(), each[s.prompt].0.len());
     let rules: Vec<Ruled> = samples.iter().map(ruled).collect();
     let sampled = Sampled::By(&rules);
     let old: Vec<Vec<f32>> =
@@ -144,7 +143,7 @@ fn training_finds_them_again(model: &Model, each: &[(Vec<i32>, Sampling)], sampl
     assert!(line.contains("\"top_k\":1") && line.contains("leave out token "), "{line}");
     // A token that does not count may be one of them: text of a tool among what was sampled.
     let rule = SamplingRule { allowed_tokens: Some(vec![4, 7]), ..SamplingRule::at(0.7) };
-    let sampled = Sampled::By(&[Ruled { rule, prompt: 1, experts: None }]);
+    let sampled = Sampled::By(&[Ruled::new(rule, 1)]);
     let (sequences, count) = ([vec![3, 4, 5, 7]], [vec![0, 1, 0, 1]]);
     let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, sampled, groups: 1 };
     let found = model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap();

@@ -5,7 +5,7 @@ use safetensors::{Dtype, SafeTensors};
 use samebits_contract::atomic_write;
 use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
-use samebits_models::{Config, Grouping, ModelError, PageOrder, Precision, Run, SamplingRule, Schedule};
+use samebits_models::{AdapterChoice, Config, Grouping, ModelError, PageOrder, Precision, Run, SamplingRule, Schedule};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,8 @@ use std::process::ExitCode;
 ///
 /// Reads `tokens`, i32 [B, T], from a safetensors file (other tensors in it are left alone) and writes a safetensors
 /// file with `logits`, f32 [B, T, V]. Where the file's metadata has a `rope_length`, that is the run's. With `attention_mask`, i32 [B, T], only tokens at a 1 belong to their sequence: the
-/// padding may stand on either side, and its logits are 0. The schedule, the batch, the pages, the instruction set and the
+/// padding may stand on either side, and its logits are 0. Of several adapters the metadata's `adapter` says which each sequence has: a
+/// name, or a JSON list of a name or null for each. The schedule, the batch, the pages, the instruction set and the
 /// threads move no bit of it.
 #[derive(clap::Args)]
 pub struct Args {
@@ -97,7 +98,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         page_size: args.page_size,
         page_order: args.page_order,
         allow_nonfinite: args.nonfinite.allow_nonfinite,
-        adapters: &[],
+        adapters: &tokens.adapters,
         experts: None,
         probe: writer.as_mut().map(|writer| writer as _),
     };
@@ -133,6 +134,19 @@ pub struct Tokens {
     pub settings_of_each: Option<Vec<Map<String, Value>>>,
     /// Whether it asks that experts which it records are chosen.
     pub replays_experts: bool,
+    /// The adapters of the sequences as runs take them: one for all or one for each; nothing where it says nothing.
+    pub adapters: Vec<AdapterChoice>,
+}
+
+/// What metadata say of adapters: a name, or a list of names and nulls in JSON.
+fn adapters(text: &str, sequences: usize) -> Result<Vec<AdapterChoice>> {
+    if !text.starts_with('[') {
+        return Ok(vec![AdapterChoice::Named(text.into())]);
+    }
+    let form = "metadata `adapter`: it must be the name of one, or a list of a name or null for each sequence";
+    let names: Vec<Option<String>> = serde_json::from_str(text).context(form)?;
+    ensure!(names.len() == sequences, "metadata `adapter`: has {} names for {sequences} sequences", names.len());
+    Ok(names.into_iter().map(|name| name.map_or(AdapterChoice::Plain, AdapterChoice::Named)).collect())
 }
 
 impl Tokens {
@@ -211,6 +225,7 @@ impl Tokens {
         if let Some(each) = &settings_of_each {
             ensure!(each.len() == batch, "metadata `sampling`: has {} settings for {batch} sequences", each.len());
         }
+        let adapters = field("adapter").map_or(Ok(Vec::new()), |text| adapters(text, batch))?;
         Ok(Tokens {
             tokens: words(tensor.data(), i32::from_le_bytes),
             mask,
@@ -221,6 +236,7 @@ impl Tokens {
             settings,
             settings_of_each,
             replays_experts: replay.is_some(),
+            adapters,
         })
     }
 

@@ -19,8 +19,11 @@ use std::process::ExitCode;
 /// only the log-probabilities of tokens at a 1 count, each given the tokens before it; without it all but those of
 /// first tokens do. With `routed_experts`, integers [B, T, layers, chosen] that a rollout recorded, the choices in which routers
 /// differ from them are counted (`flips`, i32 [B, T]), and with `replay` = `experts` in the metadata those experts are chosen, and
-/// the router's gradient goes through them. Writes a safetensors file with the f32 gradient of every parameter under its name in the folder (with
-/// --adapter of the matrices of the adapter alone, under theirs),
+/// the router's gradient goes through them. With `sampling_mask_counts`, i32 [B, T], and `sampling_mask_token_ids`, i32, one list behind
+/// the other, log-probabilities are those among the tokens that each token was drawn from, which a record says. Of several adapters
+/// the metadata's `adapter` says which each sequence has: a name, or a JSON list of a name or null for each. Writes a safetensors file
+/// with the f32 gradient of every parameter under its name in the folder (with --adapter of the matrices of the adapter alone, under
+/// theirs; of several each behind `NAME/`),
 /// `loss` [1], `per_sequence` [B] and `logprob` [B, T]. Only the sequences, their order, the loss and --groups decide
 /// its bits: micro-batches, padding, packing, ranks, recomputation, the instruction set, threads and the budget do not.
 #[derive(clap::Args)]

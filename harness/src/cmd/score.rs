@@ -6,6 +6,7 @@ use samebits_contract::atomic_write;
 use samebits_contract::mismatch::{self, Threshold};
 use samebits_models::{
     AdapterChoice, Config, Grouping, Model, PageOrder, Precision, Recorded, Routing, Run, SamplingRule, Schedule,
+    ToScore,
 };
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -110,6 +111,8 @@ struct Text {
     sampling: Option<Map<String, Value>>,
     #[serde(skip)]
     rule: SamplingRule,
+    /// The tokens that each of its tokens was drawn from, where a record says so.
+    sampling_mask: Option<Vec<Vec<i32>>>,
     /// The experts of its tokens in base64.
     routed_experts: Option<String>,
     #[serde(skip)]
@@ -117,6 +120,12 @@ struct Text {
     prompt_tokens: Vec<i32>,
     tokens: Vec<i32>,
     logprobs: Vec<f32>,
+}
+
+impl Text {
+    fn to_score(&self) -> ToScore<'_> {
+        (&self.prompt_tokens, &self.tokens, &self.rule, self.sampling_mask.as_deref())
+    }
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
@@ -137,13 +146,13 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         bail!("{}:1: has no `rope_length`, which this model's log-probabilities depend on", args.rollout.display());
     }
     check_adapters(args, &first, &model)?;
-    check_experts(args, &texts, &model)?;
+    check_records(args, &texts, &model)?;
     let model = place(model, &cpu, device.as_ref())?;
     let bar = counting(texts.len());
     let (mut found, name) = (Found::default(), dtype.name());
     let blocks: Vec<usize> = model.config().mixtures().into_iter().map(|mixture| mixture.block).collect();
     for group in texts.chunks(args.batch) {
-        let asked: Vec<_> = group.iter().map(|text| (&text.prompt_tokens[..], &text.tokens[..], &text.rule)).collect();
+        let asked: Vec<ToScore> = group.iter().map(Text::to_score).collect();
         let choice = |text: &Text| text.adapter.clone().map_or(AdapterChoice::Plain, AdapterChoice::Named);
         let adapters: Vec<AdapterChoice> = group.iter().map(choice).collect();
         let recorded: Vec<_> = group.iter().map(|text| text.experts.clone()).collect();
@@ -221,14 +230,19 @@ fn check_adapters(args: &Args, first: &First, model: &Model) -> Result<()> {
     Ok(())
 }
 
-/// Refuses experts that are not the model's: all that is wrong with those of any text, each thing once.
-fn check_experts(args: &Args, texts: &[Text], model: &Model) -> Result<()> {
+/// Refuses experts and lists of tokens that are not the model's: all that is wrong with those of any text, each thing once.
+fn check_records(args: &Args, texts: &[Text], model: &Model) -> Result<()> {
     let mut complaints: Vec<String> = Vec::new();
     for text in texts {
         let (who, len) = (format!("sequence {}", text.sequence), text.prompt_tokens.len() + text.tokens.len());
-        let checked = text.experts.as_ref().map_or(Ok(()), |of| of.experts.check(model.config(), &who, len));
-        let wrong = checked.err().map(|wrong| wrong.to_string());
-        complaints.extend(wrong.filter(|wrong| !complaints.contains(wrong)));
+        let experts = text.experts.as_ref().map(|of| of.experts.check(model.config(), &who, len));
+        let mask = text.sampling_mask.as_ref();
+        let mask = mask.map(|kept| model.config().check_sampling_mask(&who, kept, &text.tokens));
+        for wrong in [experts, mask].into_iter().flatten().filter_map(|checked| Some(checked.err()?.to_string())) {
+            if !complaints.contains(&wrong) {
+                complaints.push(wrong);
+            }
+        }
     }
     ensure!(complaints.is_empty(), "{}: {}", args.rollout.display(), complaints.join("; "));
     Ok(())

@@ -7,8 +7,8 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use samebits_contract::atomic_write::{self, AtomicFile};
 use samebits_contract::wire::write_tensors;
 use samebits_models::{
-    ADAPTER_CONFIG, ADAPTER_TENSORS, Config, ModelError, Optimizer, Precision, ROPE_LENGTH, StepReport, Trainer,
-    folder_files, named_folder,
+    ADAPTER_CONFIG, ADAPTER_TENSORS, Config, ModelError, Optimizer, PeftFolder, Precision, ROPE_LENGTH, StepReport,
+    Trainer, folder_files, named_folder,
 };
 use samebits_ops::{self as ops, Cpu};
 use samebits_schema::{adamw, clip_factor};
@@ -16,13 +16,15 @@ use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
 /// Trains a model: steps of AdamW over sequences in logical order
 ///
-/// With --adapter the adapter is trained, in f32 whatever --dtype says, and the model stays: a PEFT folder is written.
+/// With --adapter the adapter is trained, in f32 whatever --dtype says, and the model stays: a PEFT folder is written. Of several
+/// the metadata's `adapter` says which of them each sequence has; they are trained together, and each is written into a folder of its
+/// name.
 /// Reads sequences as `samebits grad` does, experts that were recorded too; step n has the B that follow those of step n - 1, from the first again
 /// behind the last. Writes into a folder: steps.jsonl with loss, gradient norm and SHA-256 of all weights of each step,
 /// state.safetensors with weights and moments in f32, and behind the last step a Hugging Face folder's files, or a PEFT
@@ -206,30 +208,40 @@ fn train(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The model, or the adapter of it that is trained.
+/// The model, or the adapters of it that are trained.
 fn load(args: &Args, length: Option<usize>, cpu: &Cpu, progress: impl FnMut(u64, u64)) -> Result<Trainer> {
     let dir = &args.folder.model;
     ensure!(args.folder.merge_adapter.is_none(), "--merge-adapter: is not trained; train an --adapter");
     match &args.folder.adapter[..] {
         [] => Ok(Trainer::load(dir, args.dtype, length, cpu, progress)?),
-        [adapter] => {
-            let (_, adapter) = named_folder(adapter)?;
-            Ok(Trainer::load_adapter((dir, &adapter), args.dtype, length, cpu, progress)?)
+        adapters => {
+            let adapters: Vec<_> = adapters.iter().map(|text| named_folder(text)).collect::<Result<_, _>>()?;
+            let is_folder = |name: &str| Path::new(name).components().eq([Component::Normal(name.as_ref())]);
+            if let Some((name, _)) = adapters.iter().find(|(name, _)| adapters.len() > 1 && !is_folder(name)) {
+                bail!("--adapter {name}: several adapters are written into folders of their names, and this is none");
+            }
+            Ok(Trainer::load_adapters((dir, &adapters), args.dtype, length, cpu, progress)?)
         }
-        _ => bail!("--adapter: is there more than once; one is trained"),
     }
 }
 
-/// What a run has made: the files of a Hugging Face folder, or of a PEFT folder.
+/// What a run has made: the files of a Hugging Face folder, or of a PEFT folder; of several adapters, of one for each, of its name.
 fn write(args: &Args, trainer: &Trainer) -> Result<()> {
     let (dir, place) = (&args.folder.model, |name: &str| args.out.join(name));
-    let tensors = trainer.tensors().iter().map(|(name, tensor)| (name.clone(), &**tensor)).collect();
     let metadata = BTreeMap::from([("format".into(), "pt".into())]);
-    if let Some((adapter, _)) = trainer.adapter() {
-        save(&place(ADAPTER_TENSORS), &tensors, &metadata)?;
+    let adapters = trainer.adapters();
+    for (name, folder, tensors) in &adapters {
+        let place = if adapters.len() > 1 { args.out.join(name) } else { args.out.clone() };
+        atomic_write::create_folder(&place)?;
+        let tensors = tensors.iter().map(|(name, tensor)| (name.clone(), &**tensor)).collect();
+        save(&place.join(ADAPTER_TENSORS), &tensors, &metadata)?;
         // Last: with it the folder is whole.
-        return Ok(atomic_write::write(&place(ADAPTER_CONFIG), adapter.config().as_bytes())?);
+        atomic_write::write(&place.join(ADAPTER_CONFIG), folder.config().as_bytes())?;
     }
+    if !adapters.is_empty() {
+        return Ok(());
+    }
+    let tensors = trainer.tensors().iter().map(|(name, tensor)| (name.clone(), &**tensor)).collect();
     save(&place("model.safetensors"), &tensors, &metadata)?;
     for (name, from) in folder_files(dir)? {
         let bytes = std::fs::read(&from).with_context(|| from.display().to_string())?;
@@ -275,6 +287,15 @@ fn trained_config(dir: &Path, dtype: Precision, rope_length: Option<usize>) -> R
     Ok(serde_json::to_vec_pretty(&config)?)
 }
 
+/// What decides the bits of adapters in training beside their tensors: the model's digest and that of a config, or of each by name.
+fn adapted(model: &str, trainer: &Trainer) -> Value {
+    let config = |folder: &PeftFolder| sha256(folder.config().as_bytes());
+    match &trainer.adapters()[..] {
+        [(_, folder, _)] => json!([model, config(folder)]),
+        all => json!([model, all.iter().map(|(name, folder, _)| (*name, config(folder))).collect::<BTreeMap<_, _>>()]),
+    }
+}
+
 /// What decides the bits of a run but for how many steps it has.
 fn settings(args: &Args, trainer: &Trainer, temperature: f64) -> Result<Value> {
     let data = std::fs::read(&args.data).with_context(|| args.data.display().to_string())?;
@@ -285,7 +306,7 @@ fn settings(args: &Args, trainer: &Trainer, temperature: f64) -> Result<Value> {
     config.sort_all_objects();
     Ok(json!({
         "model": trainer.sha256(),
-        "adapter": trainer.adapter().map(|(adapter, model)| [model.into(), sha256(adapter.config().as_bytes())]),
+        "adapter": trainer.model_sha256().map(|model| adapted(model, trainer)),
         // As its fields have it, whatever stands between them.
         "config": sha256(config.to_string().as_bytes()),
         "rope_length": rope_length,

@@ -97,16 +97,33 @@ pub(crate) fn add_to(
     }
     let mut sum = pass.empty(y.dtype(), y.shape())?;
     pass.op("scale", &none, &[("x", base.view())], [("y", sum.view_mut())])?;
-    for (rows, adapter) in rows.iter().filter_map(|(rows, adapter)| Some((rows, (*adapter)?))) {
-        let (x, own) = (part(pass, &wide, rows)?, part(pass, base, rows)?);
+    for (rows, adapter) in with_one(rows) {
+        let x = part(pass, &wide, rows)?;
         let made = adapter.made(pass, start, x.view())?;
-        let mut added = pass.empty(sum.dtype(), own.shape())?;
-        pass.op("add", &none, &[("a", own.view()), ("b", made.view())], [("y", added.view_mut())])?;
-        let [count, n] = [own.shape()[0], own.shape()[1]];
-        let to = Part { offset: rows.start * n, ..Part::whole(n) };
-        pass.machine.copy_rows([count, n], (&added, Part::whole(n)), (&mut sum, to))?;
+        add_part(pass, rows, (base, &made), &mut sum)?;
     }
     pass.op("scale", &none, &[("x", sum.view())], [("y", y)])
+}
+
+/// Rows that have an adapter, and it.
+fn with_one<'r>(rows: &'r [Rows]) -> impl Iterator<Item = (&'r Range<usize>, &'r LowRank)> {
+    rows.iter().filter_map(|(rows, adapter)| Some((rows, (*adapter)?)))
+}
+
+/// Puts the sum of some rows of a matrix and what an adapter has made of them, rounded once, into those rows of `sum`.
+fn add_part(
+    pass: &mut Pass,
+    rows: &Range<usize>,
+    (base, made): (&Tensor, &Tensor),
+    sum: &mut Tensor,
+) -> Result<(), ModelError> {
+    let own = part(pass, base, rows)?;
+    let mut added = pass.empty(sum.dtype(), own.shape())?;
+    let inputs = [("a", own.view()), ("b", made.view())];
+    pass.op("add", &Attributes::new(), &inputs, [("y", added.view_mut())])?;
+    let [count, n] = [own.shape()[0], own.shape()[1]];
+    let to = Part { offset: rows.start * n, ..Part::whole(n) };
+    Ok(pass.machine.copy_rows([count, n], (&added, Part::whole(n)), (sum, to))?)
 }
 
 /// A copy of some rows.
@@ -126,12 +143,23 @@ pub(crate) fn add_backward(
     (x, dy): (TensorRef, TensorRef),
     (mask, dx, dtype): (&[i32], Tensor, DType),
 ) -> Result<Tensor, ModelError> {
-    let wide = widened(&mut back.pass, x)?;
+    let (wide, none) = (widened(&mut back.pass, x)?, Attributes::new());
     check(rows, &wide);
-    let [(_, Some(adapter))] = rows else { unreachable!("gradients are of one adapter, which all sequences have") };
-    let from = adapter.backward(back, start, &wide, dy, mask)?;
     let mut sum = back.pass.empty(dtype, dx.shape())?;
-    back.pass.op("add", &Attributes::new(), &[("a", dx.view()), ("b", from.view())], [("y", sum.view_mut())])?;
+    if let [(_, Some(adapter))] = rows {
+        let from = adapter.backward(back, start, &wide, dy, mask)?;
+        back.pass.op("add", &none, &[("a", dx.view()), ("b", from.view())], [("y", sum.view_mut())])?;
+        return Ok(sum);
+    }
+    back.pass.op("scale", &none, &[("x", dx.view())], [("y", sum.view_mut())])?;
+    // Rows of an adapter that stand apart go on with its sums, in the order of the rows.
+    let (n, all) = (dy.shape()[1], dy.contiguous::<f32>().expect("it is f32, and rows stand one behind the other"));
+    for (rows, adapter) in with_one(rows) {
+        let x = part(&back.pass, &wide, rows)?;
+        let own = TensorRef::new(&all[rows.start * n..rows.end * n], &[rows.len(), n])?;
+        let from = adapter.backward(back, start, &x, own, &mask[rows.clone()])?;
+        add_part(&mut back.pass, rows, (&dx, &from), &mut sum)?;
+    }
     Ok(sum)
 }
 

@@ -48,7 +48,8 @@ class CausalLM(torch.nn.Module):
     names the layer, the op, the sequence and the token where it began; with `allow_nonfinite` it comes out as it is.
 
     `adapter` is a folder of PEFT, a low-rank adapter beside the model: its matrices, f32 under the names of that folder, are the
-    parameters then, and the weights of the model buffers that have no gradient.
+    parameters then, and the weights of the model buffers that have no gradient. Or it is several folders by name: sequences of one
+    batch may have different ones, or none (`logprob(.., adapter=[..])`; samples say theirs), and parameters are called `NAME/..`.
 
     One backward call is one whole logical batch, unless it stands inside `accumulate`.
     """
@@ -62,7 +63,7 @@ class CausalLM(torch.nn.Module):
         micro_batch: int | None = None,
         recompute: bool = False,
         rope_length: int | None = None,
-        adapter: str | os.PathLike[str] | None = None,
+        adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = None,
         allow_nonfinite: bool = False,
         strict: bool = False,
     ) -> None:
@@ -71,7 +72,8 @@ class CausalLM(torch.nn.Module):
         text, self._folder = config_of(config_beside(tensors, config))
         tensors = {name: torch.as_tensor(tensor).detach() for name, tensor in state_of(tensors).items()}
         self._family = _native.family(text, self._folder)
-        beside = None if adapter is None else os.fspath(adapter)
+        beside = adapter if isinstance(adapter, Mapping) else {} if adapter is None else {"adapter": adapter}
+        beside = [(name, os.fspath(place)) for name, place in beside.items()]
         self._native = _native.Model(tensors_of(tensors, self._family), dtype, text, self._folder, rope_length, beside)
         name_passed(self._native.passed(), self._folder, strict)
         self.rope_length, self._depends = self._native.rope_length()
@@ -83,12 +85,16 @@ class CausalLM(torch.nn.Module):
         constants = list(dict.fromkeys(whose[of] for of in self._native.constants()))
         # Of each tensor those of a folder that stand in it.
         self._places = {name: places(name, tensors, self._family) for name in (*self._names, *constants)}
-        self._adapter_config: str | None = None
-        if (found := self._native.adapter()) is not None:
-            own, self._adapter_config = found
-            constants, self._names = [*self._names, *constants], list(own)
-            self._places |= {name: [(name, ())] for name in own}
-            tensors |= {name: tensor.torch() for name, tensor in own.items()}
+        # Of each adapter its name, what its config says, and its parameters by the names of its folder.
+        self._adapters: list[tuple[str, str, dict[str, str]]] = []
+        if adapters := self._native.adapters():
+            constants, self._names = [*self._names, *constants], []
+        for called, own, text in adapters:
+            prefix = f"{called}/" if len(adapters) > 1 else ""
+            self._adapters.append((called, text, {of: f"{prefix}{of}" for of in own}))
+            self._names += (names := self._adapters[-1][2].values())
+            self._places |= {name: [(name, ())] for name in names}
+            tensors |= {f"{prefix}{of}": tensor.torch() for of, tensor in own.items()}
         for name in self._names:
             self._put(name, torch.nn.Parameter(tensors[name].to(torch.float32, copy=True).contiguous()))
         for name in constants:
@@ -120,9 +126,8 @@ class CausalLM(torch.nn.Module):
         state, named = self.state_dict(), dict(self.named_parameters())
         if any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in state.values()):
             raise NotImplementedError("CausalLM: its parameters are f32 on the processor; what forwards read is `dtype`")
-        if self._adapter_config is not None:
-            adapter = {name: state.pop(name).contiguous() for name in self._names}
-            self._native.refresh(adapter, of_adapter=True)
+        for called, _, names in self._adapters:
+            self._native.refresh({of: state.pop(name).contiguous() for of, name in names.items()}, called)
         self._native.refresh(tensors_of(state, self._family))
         return [named[name] for name in self._names]
 
@@ -140,6 +145,8 @@ class CausalLM(torch.nn.Module):
         prompt: Sequence[int] | None = None,
         experts: Any = None,
         replay_experts: bool = False,
+        adapter: Any = ...,
+        sampling_mask: Sequence[Sequence[Sequence[int]] | None] | None = None,
     ) -> torch.Tensor:
         """The log-probability of each token, given those before it: f32, with gradients.
 
@@ -156,6 +163,12 @@ class CausalLM(torch.nn.Module):
         them, with or without a last token, or beside a tensor of tokens `[B,T,layers,chosen]`: `flips` says afterwards in how many
         choices the routers differ, and of how many. With `replay_experts` those are chosen, with weights of the routers' own scores,
         and the routers' gradient goes through them.
+
+        `adapter` is the name of one of the model's, None for the model without, or a list with one for each sequence; without it all
+        have the only one, and samples theirs.
+
+        `sampling_mask` is what engines record as one: of each sequence a list for each token behind its prompt, the tokens that it was
+        drawn from (or None for a sequence without). They stand in the place of what top-k, top-p and min-p leave.
         """
         samples = [one for one in tokens if isinstance(one, Sample)] if isinstance(tokens, (list, tuple)) else []
         if samples:
@@ -164,10 +177,8 @@ class CausalLM(torch.nn.Module):
             if sampling is not None or prompt is not None:
                 raise ValueError("sampling and prompt: samples say both themselves; leave them out")
             comparable(samples, "the model", self.dtype, self.rope_length if self._depends else None, temperature)
-            for sample in samples:
-                if (sample.adapter is None) != (self._adapter_config is None):
-                    made, here = (("with", "none") if sample.adapter else ("without", "one"))
-                    raise ValueError(f"adapter: sample {sample.sequence} was made {made} an adapter, the model has {here}; two are not compared")
+            if adapter is ...:
+                adapter = self._adapters_of(samples)
             tokens = [sample.prompt_tokens + [int(token) for token in sample.tokens] for sample in samples]
             sampling = [{**sample.sampling, "temperature": sample.temperature} for sample in samples]
             prompt = [len(sample.prompt_tokens) for sample in samples]
@@ -176,7 +187,8 @@ class CausalLM(torch.nn.Module):
         if replay_experts and experts is None:
             raise ValueError("replay_experts: there are no `experts`; samples have them where the engine recorded them")
         recorded = None if experts is None else placed.experts(experts, replay_experts)
-        drawn = _drawn(placed.sequences, 1.0 if temperature is None else temperature, sampling, prompt, recorded)
+        at = 1.0 if temperature is None else temperature
+        drawn = _drawn(placed.sequences, at, sampling, prompt, recorded, adapter, sampling_mask)
         weights = self._weights()
         of = self.micro_batch or max(len(placed.sequences), 1)
         if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
@@ -186,6 +198,27 @@ class CausalLM(torch.nn.Module):
             return placed.out(_Logprob.apply(self, placed.sequences, drawn, bool(samples), of, *weights))
         frozen = next(name for name, weight in zip(self._names, weights) if not weight.requires_grad)
         raise NotImplementedError(f"logprob: `{frozen}` requires no gradient; all parameters do, or none")
+
+    def adapter_state(self, name: str) -> dict[str, torch.Tensor]:
+        """The parameters of an adapter by the names of its folder: of the only one whatever it is called, of several of the one of this
+        name."""
+        found = [names for called, _, names in self._adapters if len(self._adapters) == 1 or called == name]
+        if not found:
+            raise ValueError(f"adapter: the model has none called `{name}`")
+        named = dict(self.named_parameters())
+        return {of: named[parameter] for of, parameter in found[0].items()}
+
+    def _adapters_of(self, samples: Sequence[Sample]) -> Any:
+        """The adapter of each sample, for `logprob`: the only one of the model whatever it is called, or the one of its name."""
+        known = [called for called, *_ in self._adapters]
+        for sample in samples:
+            if len(known) < 2 and (sample.adapter is None) != (not known):
+                made, here = ("with", "none") if sample.adapter else ("without", "one")
+                raise ValueError(f"adapter: sample {sample.sequence} was made {made} an adapter, the model has {here}; two are not compared")
+            if len(known) > 1 and sample.adapter is not None and sample.adapter not in known:
+                there = ", ".join(f"`{name}`" for name in known)
+                raise ValueError(f"adapter: sample {sample.sequence} was made with `{sample.adapter}`, the model has {there}; two are not compared")
+        return [sample.adapter for sample in samples] if len(known) > 1 else ...
 
     def forward(self, tokens: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Logits behind each token, `[B,T,V]` in f32, 0 for padding; `tokens` and `mask` as for `logprob`. They have no gradient:
@@ -234,18 +267,25 @@ class CausalLM(torch.nn.Module):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes a Hugging Face folder: what a forward reads, parameters in `dtype` and the rest in f32, and the other files of
-        the folder that the model came from. Of an adapter a PEFT folder.
+        the folder that the model came from. Of an adapter a PEFT folder, of several one for each, of its name, as PEFT does.
         """
         folder = os.fspath(folder)
         os.makedirs(folder, exist_ok=True)
-        if self._adapter_config is not None:
-            adapter = {name: parameter.detach() for name, parameter in self.named_parameters()}
-            _native.save(os.path.join(folder, "adapter_model.safetensors"), adapter, {"format": "pt"})
-            with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
-                file.write(self._adapter_config)
+        parameters = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        for called, *_ in self._adapters:
+            if len(self._adapters) > 1 and os.path.basename(called) != called or called in ("", ".", ".."):
+                raise ValueError(f"save_pretrained: adapters are written into folders of their names, and `{called}` is none")
+        for called, text, _ in self._adapters:
+            there = os.path.join(folder, called) if len(self._adapters) > 1 else folder
+            os.makedirs(there, exist_ok=True)
+            adapter = {of: tensor.detach() for of, tensor in self.adapter_state(called).items()}
+            _native.save(os.path.join(there, "adapter_model.safetensors"), adapter, {"format": "pt"})
+            with open(os.path.join(there, "adapter_config.json"), "w", encoding="utf-8") as file:
+                file.write(text)
+        if self._adapters:
             return
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype]
-        tensors = {name: parameter.detach().to(dtype) for name, parameter in self.named_parameters()}
+        tensors = {name: parameter.to(dtype) for name, parameter in parameters.items()}
         tensors = by_folder(tensors | dict(self.named_buffers()), self._family)
         _native.save(os.path.join(folder, "model.safetensors"), tensors, {"format": "pt"})
         config = dict(self.config)
@@ -281,29 +321,45 @@ def _whole(parts: list[Place], tensor: Callable[[str], torch.Tensor]) -> torch.T
 _Recorded = tuple[int, int, list[int], bool] | None
 
 
+# Of a sequence: its settings as JSON, among them its adapter; its prompt's length, its experts, and what its tokens were drawn from.
+_Drawn = tuple[str, int, _Recorded, "list[list[int]] | None"]
+
+
 def _drawn(
-    sequences: list[list[int]], temperature: float, sampling: Any, prompt: Sequence[int] | None, experts: list[_Recorded] | None
-) -> float | list[tuple[str, int, _Recorded]]:
-    """What log-probabilities are those of: all tokens at a temperature, or for each sequence its settings, its prompt's length, and the
-    experts that were recorded of it."""
+    sequences: list[list[int]],
+    temperature: float,
+    sampling: Any,
+    prompt: Sequence[int] | None,
+    experts: list[_Recorded] | None,
+    adapter: Any = ...,
+    masks: Any = None,
+) -> float | list[_Drawn]:
+    """What log-probabilities are those of: all tokens at a temperature, or something of each sequence."""
     if sampling is None:
-        if prompt is not None:
+        if prompt is not None and masks is None:
             raise ValueError("prompt: says where settings begin; give `sampling`, too")
-        if experts is None:
+        if masks is not None and prompt is None:
+            raise ValueError("sampling_mask: give `prompt`, how many tokens of each sequence were not sampled")
+        if experts is None and adapter is ... and masks is None:
             return divisor(temperature)
-        sampling, prompt = {}, [1] * len(sequences)
+        sampling, prompt = {}, prompt or [1] * len(sequences)
     each = [sampling] * len(sequences) if isinstance(sampling, Mapping) else list(sampling)
     if prompt is None:
         raise ValueError("sampling: give `prompt`, how many tokens of each sequence were not sampled")
-    for name, given in (("sampling", each), ("prompt", prompt)):
+    adapters = adapter if isinstance(adapter, (list, tuple)) else [adapter] * len(sequences)
+    masks = [None] * len(sequences) if masks is None else list(masks)
+    for name, given in (("sampling", each), ("prompt", prompt), ("adapter", adapters), ("sampling_mask", masks)):
         if len(given) != len(sequences):
             raise ValueError(f"{name}: there are {len(given)} for {len(sequences)} sequences; give one for each")
     told = [settings_of(settings, temperature) for settings in each]
     found = [json.loads(settings) for settings in told]
     temperatures = {divisor(settings["temperature"]) for settings in found}
-    if len(temperatures) == 1 and all(len(settings) == 1 for settings in found) and experts is None:
+    is_plain = experts is None and adapter is ... and not any(mask is not None for mask in masks)
+    if len(temperatures) == 1 and all(len(settings) == 1 for settings in found) and is_plain:
         return temperatures.pop()
-    return [(text, int(length), of) for text, length, of in zip(told, prompt, experts or [None] * len(told))]
+    told = [text if own is ... else json.dumps({**settings, "adapter": own}) for text, settings, own in zip(told, found, adapters)]
+    kept = [None if mask is None else [[int(token) for token in tokens] for tokens in mask] for mask in masks]
+    return [(text, int(length), of, left) for text, length, of, left in zip(told, prompt, experts or [None] * len(told), kept)]
 
 
 class _Placed:
@@ -359,7 +415,7 @@ class _Placed:
         return placed
 
 
-def temperatures_of(drawn: float | list[tuple[str, int, _Recorded]]) -> list[float]:
+def temperatures_of(drawn: float | list[_Drawn]) -> list[float]:
     """What logits are divided by, each once."""
     if isinstance(drawn, float):
         return [drawn]
