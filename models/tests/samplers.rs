@@ -31,7 +31,7 @@ fn run(mut sampler: Sampler, mut latents: Vec<f32>, drawn: impl Fn(usize) -> Vec
 fn trajectories_are_those_of_diffusers() {
     let file: Value = serde_json::from_str(include_str!("samplers.json")).unwrap();
     let cases = file["cases"].as_array().unwrap();
-    assert!(cases.len() >= 31, "{}", cases.len());
+    assert!(cases.len() >= 34, "{}", cases.len());
     let mut wrong = Vec::new();
     for case in cases {
         let name = case["name"].as_str().unwrap();
@@ -99,7 +99,8 @@ fn images_do_not_meet() {
 fn what_is_not_computed_is_refused_by_field() {
     let refused = |text: &str| Scheduler::parse(text).unwrap_err().to_string();
     for (text, expected) in [
-        (r#"{"_class_name": "PNDMScheduler"}"#, "`_class_name`"),
+        (r#"{"_class_name": "DDPMScheduler"}"#, "`_class_name`"),
+        (r#"{"_class_name": "PNDMScheduler"}"#, "`skip_prk_steps`"),
         (r#"{"_class_name": "DDIMScheduler", "thresholding": true}"#, "`thresholding`"),
         (r#"{"_class_name": "EulerDiscreteScheduler", "use_beta_sigmas": true}"#, "`use_beta_sigmas`"),
         (r#"{"_class_name": "EulerDiscreteScheduler", "prediction_type": "score"}"#, "`prediction_type`"),
@@ -122,6 +123,9 @@ fn what_is_not_computed_is_refused_by_field() {
         let found = Sampler::new(&scheduler, steps, mu).unwrap_err().to_string();
         assert!(found.contains(expected), "{found}");
     }
+    let beyond = Scheduler::parse(r#"{"_class_name": "DDIMScheduler", "steps_offset": 1}"#).unwrap().0;
+    let found = Sampler::new(&beyond, 1000, None).unwrap_err().to_string();
+    assert!(found.contains("`steps_offset` is 1, beyond the 1000 levels"), "{found}");
     let flow = r#"{"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": true}"#;
     let found = Sampler::new(&Scheduler::parse(flow).unwrap().0, 5, None).unwrap_err().to_string();
     assert!(found.contains("a shift for the size of the image is needed"), "{found}");

@@ -57,6 +57,10 @@ impl Sampler {
             // Each step but the last looks at the level that it comes to.
             timesteps = timesteps.iter().flat_map(|t| [*t; 2]).skip(1).collect();
         }
+        if matches!(scheduler.kind, Kind::Pndm { .. }) && steps > 1 {
+            // The first step looks at the level that it comes to.
+            timesteps.insert(1, timesteps[1]);
+        }
         Ok(Sampler {
             scheduler: scheduler.clone(),
             timesteps,
@@ -129,6 +133,7 @@ impl Sampler {
         assert!(!self.draws() || noise.is_some_and(|noise| noise.len() == latents.len()), "the step draws noise");
         match self.scheduler.kind.clone() {
             Kind::Ddim { clip, last } => self.ddim(clip, last, output, latents),
+            Kind::Pndm { last } => self.pndm(last, output, latents),
             Kind::Euler | Kind::EulerAncestral => self.euler(output, latents, noise),
             Kind::Heun => self.heun(output, latents),
             Kind::DpmSolver { .. } => self.dpm_solver(output, latents, noise),
@@ -165,6 +170,44 @@ impl Sampler {
             };
             let x0 = clip.map_or(x0, |most| x0.clamp(-most, most));
             *x = image_next.mul_add(x0, noise_next * epsilon) as f32;
+        }
+    }
+
+    /// A line through what the last calls have said; the first step goes back and takes the mean of both ends.
+    fn pndm(&mut self, last: f32, output: &[f32], latents: &mut [f32]) {
+        let (t, step) = (self.timesteps[self.at] as i64, (self.scheduler.levels / self.steps) as i64);
+        let [from, to] = if self.at == 1 { [t + step, t] } else { [t, t - step] };
+        let a = self.alpha(from.min(self.scheduler.levels as i64 - 1) as f32);
+        let next = if to >= 0 { self.alpha(to as f32) } else { f64::from(last) };
+        let (image, noise) = (a.sqrt(), (1.0 - a).sqrt());
+        let (keep, move_by) =
+            ((next / a).sqrt(), (a - next) / a.mul_add((1.0 - next).sqrt(), (a * (1.0 - a) * next).sqrt()));
+        match self.at {
+            0 => self.before = latents.to_vec(),
+            1 => latents.copy_from_slice(&std::mem::take(&mut self.before)),
+            _ => {}
+        }
+        // What it says where the first step comes to is in that step alone.
+        self.seen.push(output.to_vec());
+        if self.seen.len() > 4 {
+            self.seen.remove(0);
+        }
+        let (weights, over): (&[f64], f64) = match self.seen.len() {
+            1 => (&[1.0], 1.0),
+            2 if self.at == 1 => (&[1.0, 1.0], 2.0),
+            2 => (&[3.0, -1.0], 2.0),
+            3 => (&[23.0, -16.0, 5.0], 12.0),
+            _ => (&[55.0, -59.0, 37.0, -9.0], 24.0),
+        };
+        for (i, x) in latents.iter_mut().enumerate() {
+            let said = weights.iter().zip(self.seen.iter().rev());
+            let m = said.fold(0.0, |sum: f64, (weight, said)| weight.mul_add(f64::from(said[i]), sum)) / over;
+            let wide = f64::from(*x);
+            let m = if self.scheduler.prediction == Prediction::Velocity { image.mul_add(m, noise * wide) } else { m };
+            *x = move_by.mul_add(m, keep * wide) as f32;
+        }
+        if self.at == 1 {
+            self.seen.pop();
         }
     }
 

@@ -4,6 +4,7 @@
 use crate::ModelError;
 use crate::fields::Fields;
 use crate::files::FLOAT;
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// A sampler as a folder of diffusers configures it.
@@ -32,6 +33,10 @@ pub(super) enum Kind {
     /// The largest |x0| where it is clipped, and the alpha behind the last step.
     Ddim {
         clip: Option<f64>,
+        last: f32,
+    },
+    /// The alpha behind the last step.
+    Pndm {
         last: f32,
     },
     Euler,
@@ -116,6 +121,11 @@ impl Scheduler {
         Scheduler::of(Fields::parse(text)?)
     }
 
+    /// Those of an object that was read from a file.
+    pub(crate) fn of_map(path: PathBuf, map: Map<String, Value>) -> Result<(Scheduler, Vec<String>), ModelError> {
+        Scheduler::of(Fields::new(path, map))
+    }
+
     fn of(fields: Fields) -> Result<(Scheduler, Vec<String>), ModelError> {
         let class = word(&fields, "_class_name", "");
         let (solver, flows) = (SOLVERS.contains(&class.as_str()), class == FLOW);
@@ -133,7 +143,11 @@ impl Scheduler {
         let kind = kind(&fields, &class, &alphas);
         let karras = fields.flag("use_karras_sigmas", false);
         if karras
-            && (flow.is_some() || matches!(kind, Some(Kind::Ddim { .. } | Kind::Lcm { .. } | Kind::EulerAncestral)))
+            && (flow.is_some()
+                || matches!(
+                    kind,
+                    Some(Kind::Ddim { .. } | Kind::Pndm { .. } | Kind::Lcm { .. } | Kind::EulerAncestral)
+                ))
         {
             fields.refuse("use_karras_sigmas", "is true, which is not computed for this sampler");
         }
@@ -172,10 +186,16 @@ impl Scheduler {
             };
             return Err(self.error("use_dynamic_shifting", why.into()));
         }
-        Ok(match self.flow {
+        let levels = match self.flow {
             Some(shift) => self.flow_path(shift, steps, mu),
             None => self.noise_path(steps),
-        })
+        };
+        let reads = matches!(self.kind, Kind::Ddim { .. } | Kind::Pndm { .. } | Kind::Lcm { .. });
+        if reads && levels.timesteps.iter().any(|t| *t as usize >= self.levels) {
+            let why = format!("is {}, beyond the {} levels of the training in {steps} steps", self.offset, self.levels);
+            return Err(self.error("steps_offset", why));
+        }
+        Ok(levels)
     }
 
     fn flow_path(&self, shift: Shift, steps: usize, mu: Option<f64>) -> Levels {
@@ -251,7 +271,7 @@ impl Scheduler {
         }
         // A solver of several levels counts one more, which it does not visit.
         let more = usize::from(matches!(self.kind, Kind::DpmSolver { .. } | Kind::UniPc { .. }));
-        let whole = more == 1 || matches!(self.kind, Kind::Ddim { .. });
+        let whole = more == 1 || matches!(self.kind, Kind::Ddim { .. } | Kind::Pndm { .. });
         let round = |t: f64| if whole { t.round_ties_even() } else { t };
         match self.spacing {
             Spacing::Linspace => {
@@ -290,6 +310,7 @@ impl Scheduler {
 const SOLVERS: [&str; 2] = ["DPMSolverMultistepScheduler", "UniPCMultistepScheduler"];
 const FLOW: &str = "FlowMatchEulerDiscreteScheduler";
 const LCM: &str = "LCMScheduler";
+const PNDM: &str = "PNDMScheduler";
 
 impl Shift {
     fn of(fields: &Fields, flows: bool) -> Shift {
@@ -304,7 +325,7 @@ impl Shift {
 
 fn prediction(fields: &Fields, class: &str) -> Prediction {
     let known: &[&str] = match class {
-        "EulerAncestralDiscreteScheduler" => &["epsilon", "v_prediction"],
+        "EulerAncestralDiscreteScheduler" | PNDM => &["epsilon", "v_prediction"],
         _ if SOLVERS.contains(&class) => &["epsilon", "sample", "v_prediction", "flow_prediction"],
         _ => &["epsilon", "sample", "v_prediction"],
     };
@@ -318,7 +339,7 @@ fn prediction(fields: &Fields, class: &str) -> Prediction {
 }
 
 fn spacing(fields: &Fields, class: &str) -> Spacing {
-    let leading = ["DDIMScheduler", LCM].contains(&class);
+    let leading = ["DDIMScheduler", LCM, PNDM].contains(&class);
     let known = if leading { ["leading", "linspace", "trailing"] } else { ["linspace", "leading", "trailing"] };
     match choice(fields, "timestep_spacing", &known).as_str() {
         "leading" => Spacing::Leading,
@@ -387,6 +408,14 @@ fn kind(fields: &Fields, class: &str, alphas: &[f32]) -> Option<Kind> {
             let last = if fields.flag("set_alpha_to_one", true) { 1.0 } else { alphas[0] };
             Kind::Ddim { clip: clip(true), last }
         }
+        PNDM => {
+            // Without it the first steps are of Runge and Kutta.
+            fields.only("skip_prk_steps", &[true.into()]);
+            if fields.get("skip_prk_steps").is_none() {
+                fields.refuse("skip_prk_steps", "is missing, which stands for false; supported is true");
+            }
+            Kind::Pndm { last: if fields.flag("set_alpha_to_one", false) { 1.0 } else { alphas[0] } }
+        }
         "EulerDiscreteScheduler" => Kind::Euler,
         "EulerAncestralDiscreteScheduler" => Kind::EulerAncestral,
         "HeunDiscreteScheduler" => {
@@ -417,7 +446,7 @@ fn kind(fields: &Fields, class: &str, alphas: &[f32]) -> Option<Kind> {
         },
         "FlowMatchEulerDiscreteScheduler" => Kind::FlowEuler { stochastic: fields.flag("stochastic_sampling", false) },
         _ => {
-            let known = "DDIMScheduler, EulerDiscreteScheduler, EulerAncestralDiscreteScheduler, HeunDiscreteScheduler, \
+            let known = "DDIMScheduler, PNDMScheduler, EulerDiscreteScheduler, EulerAncestralDiscreteScheduler, HeunDiscreteScheduler, \
                          DPMSolverMultistepScheduler, UniPCMultistepScheduler, LCMScheduler or FlowMatchEulerDiscreteScheduler";
             fields.refuse("_class_name", format!("is `{class}`; supported is {known}"));
             return None;
