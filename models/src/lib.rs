@@ -76,7 +76,7 @@ pub use families::Family;
 pub use generate::{Generation, Stop};
 pub use gradients::{Accumulator, Batch, Forward, GradientRun, Gradients, Loss, Padding};
 pub use model::{Model, ModelFolder, Precision, folder_files};
-pub use quantize::{Quantizing, Storage};
+pub use quantize::{Quantizing, Scheme};
 pub use rollout::{Event, Sample, Serving, Timing, ToScore};
 pub use rotary::{RopeLength, Rotary, Scaling};
 pub use sampling::{Ruled, Sampled, Sampling, SamplingRule};

@@ -17,23 +17,23 @@ use std::str::FromStr;
 
 /// What weights are quantised to.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Storage {
+pub enum Scheme {
     /// A folder: 8 bits, a scale for each row of a matrix that a product reads; the output projection and routers stay.
     Int8,
     /// A GGUF file: 8 bits, a scale for each 32 numbers of every matrix whose rows these fill.
     Q8_0,
-    /// A GGUF file: 4 bits, 256 numbers with eight scales and minima; as [`Storage::Q8_0`] where rows are no multiple of 256.
+    /// A GGUF file: 4 bits, 256 numbers with eight scales and minima; as [`Scheme::Q8_0`] where rows are no multiple of 256.
     Q4K,
 }
 
-impl FromStr for Storage {
+impl FromStr for Scheme {
     type Err = ModelError;
 
-    fn from_str(text: &str) -> Result<Storage, ModelError> {
+    fn from_str(text: &str) -> Result<Scheme, ModelError> {
         match text {
-            "int8" => Ok(Storage::Int8),
-            "q8_0" => Ok(Storage::Q8_0),
-            "q4_k" => Ok(Storage::Q4K),
+            "int8" => Ok(Scheme::Int8),
+            "q8_0" => Ok(Scheme::Q8_0),
+            "q4_k" => Ok(Scheme::Q4K),
             _ => Err(ModelError::input("to", format!("is `{}`; supported are int8, q8_0 and q4_k", escaped(text)))),
         }
     }
@@ -83,7 +83,7 @@ impl Quantizing {
     ///
     /// # Errors
     /// A folder that does not load; one that is quantised; what the form cannot say of it, by name.
-    pub fn of(dir: &Path, to: Storage) -> Result<Quantizing, ModelError> {
+    pub fn of(dir: &Path, to: Scheme) -> Result<Quantizing, ModelError> {
         if gguf::is_gguf(dir) || quantised::of(dir)? != Stored::default() {
             return Err(ModelError::file(dir, "is quantised already; give the folder that it was made of"));
         }
@@ -91,9 +91,9 @@ impl Quantizing {
         let mut weights = Weights::open(dir)?;
         weights.check(&config, crate::decoder::expected(&config))?;
         match to {
-            Storage::Int8 => folder(dir, &config, weights),
-            Storage::Q8_0 => file(dir, &config, weights, Format::Q8_0),
-            Storage::Q4K => file(dir, &config, weights, Format::Q4K),
+            Scheme::Int8 => folder(dir, &config, weights),
+            Scheme::Q8_0 => file(dir, &config, weights, Format::Q8_0),
+            Scheme::Q4K => file(dir, &config, weights, Format::Q4K),
         }
     }
 
@@ -122,6 +122,10 @@ impl Quantizing {
             let values = self.weights.numbers(name, of_shape)?;
             let width = of_shape.last().copied().unwrap_or(1).max(1);
             let rows: Vec<&[f32]> = values.chunks(width).collect();
+            if let (Form::Blocks(_), Some(x)) = (form, values.iter().find(|x| x.abs() > LARGEST)) {
+                let why = format!("`{name}` holds {x:e}; blocks of a GGUF file have f16 scales, which end at {LARGEST:e}: use int8");
+                return Err(ModelError::input("weights", why));
+            }
             let place = |row: usize| heads.map_or(row, |heads| crate::weights::unpaired(row, rows.len() / heads));
             for row in (0..rows.len()).map(|row| rows[place(row)]) {
                 put(form, row, &mut bytes);
@@ -130,6 +134,9 @@ impl Quantizing {
         Ok(bytes)
     }
 }
+
+/// Numbers of blocks beyond it have a scale that f16 does not hold.
+const LARGEST: f32 = 8e6;
 
 /// Adds a row to the bytes of a tensor.
 fn put(form: &Form, row: &[f32], bytes: &mut Vec<u8>) {
@@ -317,7 +324,7 @@ mod tests {
     #[test]
     fn matrices_of_a_file_stay_integers() {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/llama");
-        let mut quantizing = Quantizing::of(&dir, Storage::Q8_0).unwrap();
+        let mut quantizing = Quantizing::of(&dir, Scheme::Q8_0).unwrap();
         let mut bytes = quantizing.header.clone();
         for number in 0..quantizing.len() {
             bytes.extend(quantizing.bytes(number).unwrap());

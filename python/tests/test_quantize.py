@@ -154,3 +154,13 @@ def test_what_cannot_be_quantised_is_refused_by_name(tmp_path):
     (windowed / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     told = fails("quantize", "--model", windowed, "--to", "q8_0", "--out", out)
     assert "does not say" in told and not out.exists()
+
+
+def test_numbers_that_no_scale_holds_are_refused_by_tensor(tmp_path):
+    shutil.copytree(CHECKPOINTS / "llama", tmp_path / "large")
+    tensors = load_file(tmp_path / "large/model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = 9e6
+    save_file(tensors, tmp_path / "large/model.safetensors", {"format": "pt"})
+    line = fails("quantize", "--model", tmp_path / "large", "--to", "q8_0", "--out", tmp_path / "large.gguf")
+    assert "`model.layers.1.mlp.up_proj.weight` holds 9" in line and "use int8" in line and not (tmp_path / "large.gguf").exists()
+    command("quantize", "--model", tmp_path / "large", "--to", "int8", "--out", tmp_path / "int8")

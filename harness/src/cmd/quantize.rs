@@ -1,7 +1,7 @@
 use super::counting;
 use anyhow::{Context, Result, ensure};
 use samebits_contract::atomic_write::{self, AtomicFile};
-use samebits_models::{Quantizing, Storage};
+use samebits_models::{Quantizing, Scheme};
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ pub struct Args {
 
     /// What weights become
     #[arg(long, value_name = "int8|q8_0|q4_k")]
-    to: Storage,
+    to: Scheme,
 
     /// Folder to write (int8), which must be new or empty, or file (q8_0, q4_k: FILE.gguf)
     #[arg(long, value_name = "PATH")]
@@ -32,7 +32,7 @@ pub struct Args {
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     let out = &args.out;
-    let is_folder = args.to == Storage::Int8;
+    let is_folder = args.to == Scheme::Int8;
     if is_folder {
         let is_empty = !out.exists() || out.is_dir() && fs::read_dir(out)?.next().is_none();
         ensure!(is_empty, "--out {}: is there; give a folder that is new or empty", out.display());

@@ -21,7 +21,8 @@ pub enum Isa {
     /// AVX-512 with `VDPBF16PS`.
     Avx512Bf16,
     /// The kernels of [`Isa::Avx512`] over instructions computed by their definition: for tests on machines without them, and
-    /// slow. It runs on an x86 with AVX2 and on everything that is not an x86.
+    /// slow. It runs on an x86 with AVX2 and on everything that is not an x86. Where the machine that compiled it has AVX-512, its dot
+    /// products alone are emulated (`build.rs`).
     #[cfg(feature = "emulated-isa")]
     EmulatedAvx512,
     /// The same of [`Isa::Avx512Bf16`].
@@ -91,7 +92,11 @@ impl Isa {
             Isa::Avx512 => avx512,
             Isa::Avx512Bf16 => bf16,
             #[cfg(feature = "emulated-isa")]
-            Isa::EmulatedAvx512 | Isa::EmulatedAvx512Bf16 => avx2 || cfg!(not(target_arch = "x86_64")),
+            Isa::EmulatedAvx512 | Isa::EmulatedAvx512Bf16 => match cfg!(real_avx512) {
+                // Kernels without dot products run on it.
+                true => avx512,
+                false => avx2 || cfg!(not(target_arch = "x86_64")),
+            },
         }
     }
 

@@ -6,6 +6,7 @@
 use super::unroll::Unrolled;
 use super::words::{self, Kernel512, Simd512};
 use super::{Kernel, MAX_LANES, Simd};
+use crate::backend::cpu::Cpu;
 use half::{bf16, f16};
 
 #[cfg(feature = "unit-tests")]
@@ -48,6 +49,15 @@ unsafe fn token() -> Emulated {
 pub unsafe fn enter<K: Kernel>(kernel: K) -> K::Output {
     // SAFETY: the caller's promise.
     unsafe { kernel.entered() }
+}
+
+/// Runs `kernel` as `Cpu::dispatch`, on an emulated set whatever the machine has.
+fn dispatch<K: Kernel>(cpu: &Cpu, kernel: K) -> K::Output {
+    match cpu.isa().emulates() {
+        // SAFETY: `Cpu::new` refuses an isa that `Isa::available` does not find on this machine.
+        Some(_) => unsafe { enter(kernel) },
+        None => cpu.dispatch(kernel),
+    }
 }
 
 /// What [`enter`] calls: a method, so that the code of a kernel is compiled beside it, and not that of all kernels as one unit.

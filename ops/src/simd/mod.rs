@@ -294,8 +294,11 @@ impl Cpu {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Avx512Bf16 => unsafe { avx512::enter(kernel) },
             // SAFETY: as above.
-            #[cfg(feature = "emulated-isa")]
+            #[cfg(all(feature = "emulated-isa", not(real_avx512)))]
             Isa::EmulatedAvx512 | Isa::EmulatedAvx512Bf16 => unsafe { emulated::enter(kernel) },
+            // SAFETY: as above.
+            #[cfg(all(feature = "emulated-isa", real_avx512))]
+            Isa::EmulatedAvx512 | Isa::EmulatedAvx512Bf16 => unsafe { avx512::enter(kernel) },
             #[cfg(not(target_arch = "x86_64"))]
             _ => unreachable!("Cpu::new refuses an isa this machine lacks"),
         }

@@ -15,7 +15,7 @@ pub fn emulation_differs(isa: Isa) -> Option<String> {
         .map(|isa| Cpu::new(isa, 1, 0).expect("emulation is compared where the machine has the instructions"));
     operands()
         .find_map(|operands| {
-            let lanes = [&emulated, &real].map(|cpu| cpu.dispatch(LaneResults(&operands)));
+            let lanes = [&emulated, &real].map(|cpu| super::dispatch(cpu, LaneResults(&operands)));
             let words = [&emulated, &real].map(|cpu| match isa.has_dot() {
                 // SAFETY: the kernel has no pointers.
                 true => unsafe { cpu.dispatch_dot(WordResults(&operands)) },
