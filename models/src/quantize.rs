@@ -123,7 +123,9 @@ impl Quantizing {
             let width = of_shape.last().copied().unwrap_or(1).max(1);
             let rows: Vec<&[f32]> = values.chunks(width).collect();
             if let (Form::Blocks(_), Some(x)) = (form, values.iter().find(|x| x.abs() > LARGEST)) {
-                let why = format!("`{name}` holds {x:e}; blocks of a GGUF file have f16 scales, which end at {LARGEST:e}: use int8");
+                let why = format!(
+                    "`{name}` holds {x:e}; blocks of a GGUF file have f16 scales, which end at {LARGEST:e}: use int8"
+                );
                 return Err(ModelError::input("weights", why));
             }
             let place = |row: usize| heads.map_or(row, |heads| crate::weights::unpaired(row, rows.len() / heads));
