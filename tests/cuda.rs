@@ -168,7 +168,7 @@ fn same_structs() -> Result<(), Failed> {
             }
         }
     }
-    assert_eq!((layouts.len(), declared), (3, 3), "a unit has the structs of its file");
+    assert_eq!((layouts.len(), declared), (4, 4), "a unit has the structs of its file");
     Ok(())
 }
 
@@ -316,6 +316,11 @@ const SHAPES: &[(&str, Make)] = &[
         };
         [1, 8, 13, 64, 1100].map(of).to_vec()
     }),
+    ("group_norm", |dtype, out| groups_of_channels("group_norm", &["x"], dtype, out)),
+    ("group_norm_backward", |dtype, out| groups_of_channels("group_norm_backward", &["x", "dy"], dtype, out)),
+    ("conv", |dtype, out| windows_on_images("conv", dtype, out)),
+    ("conv_dx", |dtype, out| windows_on_images("conv_dx", dtype, out)),
+    ("conv_dw", |dtype, _| windows_on_images("conv_dw", dtype, DType::Fp32)),
     ("causal_conv1d", convolutions),
     ("causal_conv1d_backward", convolutions_back),
     ("causal_conv1d_dw", |dtype, _| convolution_sums(dtype)),
@@ -681,6 +686,58 @@ fn convolutions_back(dtype: DType, out: DType) -> Vec<Case> {
             make.fp32_of("dnext", &[b, k - 1, c], &spread(b * (k - 1) * c, 8)).case()
         } else {
             make.case()
+        });
+    }
+    cases
+}
+
+/// Images, channels and places; groups around the threads of a block.
+fn groups_of_channels(op: &str, images: &[&str], dtype: DType, out: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (shape, groups) in
+        [([1, 1, 1], "1"), ([2, 6, 7], "3"), ([1, 4, 64], "1"), ([2, 4, 130], "2"), ([1, 300, 3], "2")]
+    {
+        let make = || images.iter().fold(Maker::new(op, dtype, out), |make, name| make.float(name, &shape, 1.0));
+        cases.push(make().param("groups", groups).case());
+        let make = make().float("w", &shape[1..2], 1.0).float("bias", &shape[1..2], 1.0).special("x", shape[2]);
+        cases.push(make.param("groups", groups).param("silu", "1").param("eps", "0.25").case());
+    }
+    cases
+}
+
+/// Windows of one, two and three axes: padded on either side, strides, taps apart, groups, one tap, many channels.
+fn windows_on_images(op: &str, dtype: DType, out: DType) -> Vec<Case> {
+    type Form = ([usize; 4], [usize; 3], [usize; 3], [usize; 3], &'static [(&'static str, &'static str)]);
+    let pads = [("pad_top", "1"), ("pad_bottom", "1"), ("pad_left", "1"), ("pad_right", "1")];
+    // Images, groups, channels of a group of x and of y; places of x, taps, places of y.
+    let forms: [Form; 6] = [
+        ([1, 1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1], &[]),
+        ([2, 1, 3, 5], [1, 5, 6], [1, 3, 3], [1, 5, 6], &[]),
+        ([2, 2, 2, 3], [1, 7, 6], [1, 3, 2], [1, 3, 3], &[("stride_h", "2"), ("stride_w", "2"), ("groups", "2")]),
+        ([1, 1, 2, 2], [4, 3, 3], [3, 1, 2], [4, 3, 2], &[("pad_front", "2")]),
+        ([3, 1, 40, 2], [1, 1, 9], [1, 1, 3], [1, 1, 6], &[("dilation_w", "3"), ("pad_right", "3")]),
+        ([65, 1, 5, 3], [1, 1, 2], [1, 1, 1], [1, 1, 2], &[]),
+    ];
+    let mut cases = Vec::new();
+    for ([batch, groups, of_x, of_y], places, taps, outputs, params) in forms {
+        let of = |first, second, [d, h, w]: [usize; 3]| [first, second, d, h, w];
+        let (x, y) = (of(batch, groups * of_x, places), of(batch, groups * of_y, outputs));
+        let (w, size) = (of(groups * of_y, of_x, taps), groups * of_y * of_x * taps.iter().product::<usize>());
+        let make = || {
+            let make = Maker::new(op, dtype, out);
+            let make = match op {
+                "conv" => make.float("x", &x, 1.0).float("w", &w, 1.0),
+                "conv_dx" => make.float("dy", &y, 1.0).float("w", &w, 1.0),
+                _ => make.float("x", &x, 1.0).float("dy", &y, 1.0).fp32_of("carry", &w, &spread(size, 3)),
+            };
+            let pads = if places == outputs && taps[1] == 3 { &pads[..] } else { &[] };
+            params.iter().chain(pads).fold(make, |make, (name, value)| make.param(name, value))
+        };
+        cases.push(make().case());
+        cases.push(match op {
+            "conv" => make().special("x", places[2]).float("bias", &w[..1], 1.0).case(),
+            "conv_dx" => make().special("dy", outputs[2]).float("offset", &x[1..2], 1.0).case(),
+            _ => make().special("dy", outputs[2]).ints("mask", &[batch], &counted(batch)).case(),
         });
     }
     cases
@@ -1414,7 +1471,49 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 75] = [
+const MUTANTS: [Mutant; 80] = [
+    Mutant {
+        name: "weights_of_the_first_group",
+        change: Change {
+            file: "group_norm.cu",
+            from: "static_cast<long long>(blockIdx.x % groups) * channels",
+            to: "0ll * groups",
+        },
+        shapes: "group_norm",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "sums_of_channels_without_their_weight",
+        change: Change {
+            file: "group_norm_backward.cu",
+            from: "b = __fmaf_rn(weight, of_w, b);",
+            to: "b = __fadd_rn(of_w, b);",
+        },
+        shapes: "group_norm_backward",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "channels_of_the_first_group",
+        change: Change {
+            file: "conv.cu",
+            from: "group = row / outputs,",
+            to: "group = row / outputs / groups * groups,",
+        },
+        shapes: "conv",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "places_between_outputs",
+        change: Change { file: "patches.cuh", from: "at < 0 || at % divide != 0 ||", to: "at < 0 ||" },
+        shapes: "conv_dx",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "images_of_padding",
+        change: Change { file: "conv_dw.cu", from: "has_mask && mask[b] == 0", to: "has_mask && mask[b] < -7" },
+        shapes: "conv_dw",
+        says: "elements differ",
+    },
     Mutant {
         name: "sink_of_the_first_head",
         change: Change {

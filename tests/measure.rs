@@ -371,7 +371,7 @@ fn wrong_command_lines() -> Result<(), Failed> {
         (&["--op", "gemm", "--filter", "x"], &["--op", "--filter"]),
         (&["--op", "gemm", "--threads", "1,2"], &["--threads: give one number"]),
         (&["--op", "gemm", "--param", "M=1"], &["gemm needs --param K=N"]),
-        (&["--op", "conv"], &["--op conv: not an op; `samebits schema` shows them"]),
+        (&["--op", "fft"], &["--op fft: not an op; `samebits schema` shows them"]),
         (&["--op", "chain"], &["no inputs are made for `chain`; use one of gemm"]),
         (&["--op", "softmax", "--param", "K=1"], &["--param K: softmax has no such parameter; it has R, N"]),
         (&["--op", "gemm", "--param", "M=0"], &["--param M=0: an extent is at least 1"]),

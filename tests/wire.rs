@@ -344,9 +344,9 @@ fn the_printed_schema_is_whole() {
     assert_eq!((&eps["kind"], &eps["default"], &eps["at_least"]), (&"float".into(), &"1e-6".into(), &0.0.into()));
     let text = String::from_utf8(schema(&["attention"]).stdout).unwrap();
     assert!(text.contains("  parameter  scale [1/sqrt(D)]: a finite number of at least 0"), "{text}");
-    let unknown = schema(&["conv"]);
+    let unknown = schema(&["fft"]);
     let reason = String::from_utf8(unknown.stderr).unwrap();
-    assert!(unknown.status.code() == Some(2) && reason.contains("`conv` is not an op; there are gemm"), "{reason}");
+    assert!(unknown.status.code() == Some(2) && reason.contains("`fft` is not an op; there are gemm"), "{reason}");
 }
 
 #[test]
@@ -366,7 +366,7 @@ fn reasons_name_the_field_and_the_fix() {
     use Status::{Error, Unsupported};
     for (header, data, status, parts) in [
         (alone(r#""out":"fp32""#), 4, Error, &["`op`", "missing"][..]),
-        (alone(r#""op":"conv""#), 4, Unsupported, &["`conv`", "gemm, gemm_dx, gemm_dw, rms_norm"]),
+        (alone(r#""op":"fft""#), 4, Unsupported, &["`fft`", "gemm, gemm_dx, gemm_dw, rms_norm"]),
         (alone(r#""op":"add""#), 4, Error, &["input `b`", "missing"]),
         (alone(r#""op":"softmax""#), 4, Error, &["input `a`", "takes x"]),
         (add("", two), 12, Error, &["input `b`", "[1, 2]", "[1, 1]"]),

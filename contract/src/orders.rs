@@ -2,7 +2,7 @@
 
 /// Ops with outputs in several dtypes whose sums were measured: each of the orders that `docs/METHOD.md` lists ("Power") turns
 /// cases of fill `power` red, with outputs of one dtype alone. `tests/orders.rs` holds it.
-pub const MEASURED: [&str; 18] = [
+pub const MEASURED: [&str; 21] = [
     "gemm",
     "gemm_dx",
     "rms_norm",
@@ -11,6 +11,9 @@ pub const MEASURED: [&str; 18] = [
     "add_rms_norm_backward",
     "layer_norm",
     "layer_norm_backward",
+    "group_norm",
+    "conv",
+    "conv_dx",
     "norm_rope",
     "norm_rope_backward",
     "softmax",
@@ -24,9 +27,10 @@ pub const MEASURED: [&str; 18] = [
 ];
 
 /// Ops that have outputs in several dtypes, sums, and no such measurement: how many rows there are is the length of the sum of
-/// `fold`, a convolution adds a few taps, and scans, RWKV-7 and delta rules add products of what recurs.
-pub const UNMEASURED: [&str; 11] = [
+/// `fold`, the places of an image are that of group_norm_backward, a convolution adds a few taps, and scans, RWKV-7 and delta rules add products of what recurs.
+pub const UNMEASURED: [&str; 12] = [
     "fold",
+    "group_norm_backward",
     "causal_conv1d",
     "causal_conv1d_backward",
     "ssd_scan",

@@ -31,6 +31,8 @@ Examples:
       the logits of a model, the same bits under every --schedule, --batch, --isa and --threads
   samebits generate --model DIR --prompt \"12+34=\" --max-tokens 4
       greedy decoding; the completion alone on stdout
+  samebits image --model DIR --prompt \"a lighthouse\" --steps 30 --out lighthouse.png
+      a picture of a text; the same bits alone and beside others
   samebits rollout --model DIR --prompts prompts.txt --samples 4 --out rollout.jsonl
   samebits rollout --model DIR --prompts chats.jsonl --rope-length 8192 --out rollout.jsonl
   samebits score --model DIR --rollout rollout.jsonl --schedule prefill --isa scalar
@@ -69,6 +71,7 @@ enum Verb {
     Answer(cmd::answer::Args),
     Forward(cmd::forward::Args),
     Generate(cmd::generate::Args),
+    Image(cmd::image::Args),
     Rollout(cmd::rollout::Args),
     Score(cmd::score::Args),
     Grad(cmd::grad::Args),
@@ -153,6 +156,7 @@ fn run(words: Vec<OsString>) -> ExitCode {
         Verb::Verify(args) => cmd::verify::run(&args),
         Verb::Forward(args) => cmd::forward::run(&args),
         Verb::Generate(args) => cmd::generate::run(&args),
+        Verb::Image(args) => cmd::image::run(&args),
         Verb::Rollout(args) => cmd::rollout::run(&args),
         Verb::Score(args) => cmd::score::run(&args),
         Verb::Grad(args) => cmd::grad::run(&args),

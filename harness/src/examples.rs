@@ -136,11 +136,14 @@ impl Sequences {
     }
 }
 
+/// The tokens that were left to sample from, of each token of each sequence.
+type Kept = Vec<Vec<Vec<i32>>>;
+
 /// How each sequence was sampled behind its prompt, where that is not at `temperature` from all tokens.
 fn rules(
     tokens: &Tokens,
     prompts: &[usize],
-    (kept, experts): (Option<Vec<Vec<Vec<i32>>>>, Option<Vec<Experts>>),
+    (kept, experts): (Option<Kept>, Option<Vec<Experts>>),
     (temperature, options): (f64, LossOptions),
 ) -> Result<Vec<Ruled>> {
     let (replay, mut experts) = (tokens.replays_experts, experts.map(Vec::into_iter));
@@ -341,7 +344,7 @@ fn counts(file: &SafeTensors, tokens: &Tokens, sequences: &[Vec<i32>]) -> Result
 const KEPT: [&str; 2] = ["sampling_mask_counts", "sampling_mask_token_ids"];
 
 /// Of each token of each sequence those that it was drawn from, where a file says so; none of one that was not sampled.
-fn kept(file: &SafeTensors, tokens: &Tokens) -> Result<Option<Vec<Vec<Vec<i32>>>>> {
+fn kept(file: &SafeTensors, tokens: &Tokens) -> Result<Option<Kept>> {
     let there = KEPT.map(|name| file.tensor(name).ok());
     let ids = match &there {
         [None, None] => return Ok(None),

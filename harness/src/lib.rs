@@ -16,6 +16,7 @@ pub mod machine;
 pub mod measured;
 pub mod mismatch;
 pub mod pairs;
+mod png;
 pub mod side;
 pub mod timing;
 pub mod workload;

@@ -351,6 +351,21 @@ impl Fields {
         }
     }
 
+    /// Refuses the fields that nobody asked for, unless they ask for nothing.
+    pub fn refuse_the_rest(&self) {
+        let asked = self.asked.borrow().clone();
+        for (field, value) in
+            self.map.iter().filter(|(field, _)| !asked.contains(*field) && !INERT.contains(&&***field))
+        {
+            if asks_for_nothing(value) {
+                self.pass(field, value, "which asks for nothing here; it is passed by");
+            } else {
+                let why = format!("is {}, which is not known here; remove it if it changes nothing", shown(value));
+                self.refuse(field, why);
+            }
+        }
+    }
+
     /// What was passed by; an error with all complaints where there are any.
     pub fn end(self) -> Result<Vec<String>, ModelError> {
         ModelError::all(self.complaints.into_inner())?;

@@ -488,9 +488,7 @@ fn forward(
     let mut hook = TraceHook { looks, experts: experts.as_mut(), ..TraceHook::of(Some(shown)) };
     let mut pass = pass(on, (&step, &inputs), &mut hook, keep && !run.recompute);
     let mut stream = decoder.embed(&mut pass)?;
-    if !is_seen {
-        pass.hook.probe = None;
-    }
+    pass.hook.probe = pass.hook.probe.take().filter(|_| is_seen);
     let (mut entered, mut saved) = (Vec::new(), Vec::new());
     for i in 0..c.layers() {
         if keep && run.recompute {
@@ -510,16 +508,14 @@ fn forward(
     let by_token = |rows: &Tensor| arranged::by_token(rows, (&starts, &lengths));
     let (logprob, entropy) = (by_token(&of_rows.logprob), of_rows.entropy.as_ref().map(by_token));
     // What a rule leaves out is -inf.
-    let is_ruled = matches!(sampled, Sampled::By(_));
-    let is_bad = |v: &f32| !(v.is_finite() || is_ruled && *v == f32::NEG_INFINITY);
+    let is_bad = |v: &f32| !(v.is_finite() || matches!(sampled, Sampled::By(_)) && *v == f32::NEG_INFINITY);
     let bad = logprob.iter().position(|logprob| logprob.iter().any(is_bad));
     if let Some(number) = bad.filter(|_| !run.allow_nonfinite && !looks) {
         return Err(why_not_finite(on, &sequences[number], sampled.of(number..number + 1), first + number));
     }
     let tokens = given.iter().flat_map(|input| input.tokens).copied().collect();
-    let (blocks, carried) = (arranged.blocks, pass.carried.take());
-    let flips =
-        experts.as_ref().map_or(Vec::new(), |experts| arranged::flips(c, sampled, experts, (&starts, &lengths)));
+    let (blocks, carried, cut) = (arranged.blocks, pass.carried.take(), (&starts[..], &lengths[..]));
+    let flips = experts.as_ref().map_or(Vec::new(), |experts| arranged::flips(c, sampled, experts, cut));
     Ok(MicroBatch {
         logprob,
         entropy,

@@ -32,6 +32,7 @@ mod backward;
 mod chat;
 mod config;
 mod decoder;
+pub mod diffusion;
 mod engine;
 mod error;
 mod experts;

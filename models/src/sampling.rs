@@ -740,15 +740,16 @@ impl<'a> Places<'a> {
     }
 }
 
+/// SplitMix64's step and finish.
+pub(crate) fn mix(state: u64) -> u64 {
+    let mut z = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
 /// The random bits of a position: a hash of its three arguments.
 pub(crate) fn random(seed: u64, sequence: u64, position: u64) -> u64 {
-    // SplitMix64's step and finish.
-    let mix = |state: u64| {
-        let mut z = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    };
     mix(mix(mix(seed).wrapping_add(sequence)).wrapping_add(position))
 }
 

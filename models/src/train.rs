@@ -20,6 +20,9 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use zerocopy::IntoBytes;
 
+/// Tensors by name.
+type Tensors = BTreeMap<String, Arc<Tensor>>;
+
 /// The parameters of AdamW.
 #[derive(Clone, Copy, Debug)]
 pub struct Optimizer {
@@ -47,7 +50,7 @@ pub struct Trainer {
     /// Weights and moments of every parameter that is trained, in f32.
     state: BTreeMap<String, [Tensor; 3]>,
     /// What the next forward reads: the parameters rounded, and what is none and stays.
-    tensors: BTreeMap<String, Arc<Tensor>>,
+    tensors: Tensors,
     /// Steps done.
     step: usize,
     /// Whether a step ended in the middle, or with weights that are not finite.
@@ -181,14 +184,14 @@ impl Trainer {
 
     /// What the folders of the adapters say that are trained, by name, each with its tensors as the folder calls them; none where the
     /// model is.
-    pub fn adapters(&self) -> Vec<(&str, &PeftFolder, BTreeMap<String, Arc<Tensor>>)> {
+    pub fn adapters(&self) -> Vec<(&str, &PeftFolder, Tensors)> {
         let Some(adapted) = &self.adapted else { return Vec::new() };
         let own = |name: &str| self.tensors_behind(&adapted.prefix(name));
         adapted.folders.iter().map(|(name, folder)| (&name[..], &**folder, own(name))).collect()
     }
 
     /// The tensors whose names begin with `prefix`, by what stands behind it.
-    fn tensors_behind(&self, prefix: &str) -> BTreeMap<String, Arc<Tensor>> {
+    fn tensors_behind(&self, prefix: &str) -> Tensors {
         let behind =
             |(name, tensor): (&String, &Arc<Tensor>)| Some((name.strip_prefix(prefix)?.into(), tensor.clone()));
         self.tensors.iter().filter_map(behind).collect()
@@ -215,7 +218,7 @@ impl Trainer {
     }
 
     /// What a folder of the model holds: parameters in the precision of the run, and what is none as it was, in f32.
-    pub fn tensors(&self) -> &BTreeMap<String, Arc<Tensor>> {
+    pub fn tensors(&self) -> &Tensors {
         &self.tensors
     }
 

@@ -118,6 +118,29 @@ impl<'a> Weights<'a> {
         }
     }
 
+    /// Opens those of a component of a pipeline, whose files have the name of the library that wrote them.
+    pub fn open_component(dir: &Path) -> Result<Weights<'a>, ModelError> {
+        const STEMS: [&str; 2] = ["diffusion_pytorch_model", "model"];
+        let files =
+            STEMS.map(|stem| [".safetensors", ".safetensors.index.json"].map(|end| dir.join(format!("{stem}{end}"))));
+        let there: Vec<&PathBuf> = files.iter().flatten().filter(|path| path.exists()).collect();
+        match &there[..] {
+            [] => {
+                let names = STEMS.map(|stem| format!("{stem}.safetensors")).join(" nor ");
+                Err(ModelError::file(
+                    dir,
+                    format!("has neither {names}; variants such as .fp16 need that name, .bin that form"),
+                ))
+            }
+            [path] if path.extension().is_some_and(|end| end == "json") => Weights::open_shards(dir, path),
+            [path] => Weights::open_file(path),
+            [first, second, ..] => {
+                let name = first.file_name().unwrap_or_default().display();
+                Err(ModelError::file(second, format!("stands beside {name}; keep one of them")))
+            }
+        }
+    }
+
     /// Those of a folder that stores matrices so.
     fn with_stored(self, stored: &quantised::Stored) -> Result<Weights<'a>, ModelError> {
         Ok(self.with_quantised(&stored.schemes)?.with_float8(stored.float8)?.of_models())
@@ -246,7 +269,11 @@ impl<'a> Weights<'a> {
             let (path, _) = &weights.shards[stored.shard];
             let name = path.file_name().and_then(|name| name.to_str());
             if map.get(tensor).and_then(Value::as_str) != name {
-                return Err(ModelError::tensor(path, tensor, format!("is not listed for this file in {INDEX}")));
+                return Err(ModelError::tensor(
+                    path,
+                    tensor,
+                    format!("is not listed for this file in {}", index.display()),
+                ));
             }
         }
         Ok(weights)
@@ -296,17 +323,25 @@ impl<'a> Weights<'a> {
 
     /// Looks whether these are the tensors that `config` asks for, which are `wanted`, by what headers say: all that is wrong. What is no part
     /// of what is computed is dropped, and the buffers of it are named.
-    pub fn fit(&mut self, config: &Config, mut wanted: BTreeMap<String, Vec<usize>>) -> (Vec<ModelError>, Vec<String>) {
+    pub fn fit(&mut self, config: &Config, wanted: BTreeMap<String, Vec<usize>>) -> (Vec<ModelError>, Vec<String>) {
         self.tensors.retain(|name, _| config.unused(name).is_none());
         let buffers: Vec<String> =
             self.left().filter(|(name, it)| is_buffer(name, it)).map(|(name, _)| name.clone()).collect();
         buffers.iter().for_each(|name| drop(self.tensors.remove(name)));
         let mut complaints = self.drop_again(config);
         complaints.extend(self.drop_biases_of_zeros(&wanted).err());
+        let is_tied = |name: &str| config.tied && name.strip_suffix(".weight") == Some(config.head);
+        complaints.extend(self.compare(wanted, is_tied));
+        (complaints, buffers)
+    }
+
+    /// What is wrong with these as the tensors that are `wanted`, by what headers say; some may be there beside them.
+    fn compare(&self, mut wanted: BTreeMap<String, Vec<usize>>, beside: impl Fn(&str) -> bool) -> Vec<ModelError> {
+        let mut complaints = Vec::new();
         for (name, stored) in &self.tensors {
             let bad = |why: String| ModelError::tensor(self.shard(stored), name, why);
             match wanted.remove(name) {
-                None if config.tied && name.strip_suffix(".weight") == Some(config.head) => {}
+                None if beside(name) => {}
                 None => complaints.push(bad("is not part of the model that config.json describes".into())),
                 Some(shape) if shape != stored.shape => {
                     complaints.push(bad(format!("has shape {:?}; config.json asks for {shape:?}", stored.shape)));
@@ -324,7 +359,19 @@ impl<'a> Weights<'a> {
             let why = format!("is missing; config.json asks for it with shape {shape:?}");
             ModelError::tensor(&self.source, name, why)
         }));
-        (complaints, buffers)
+        complaints
+    }
+
+    /// Refuses these as the tensors of a component, unless they are those that are `wanted`. Numbers of positions are passed by.
+    pub fn complete(&mut self, wanted: BTreeMap<String, Vec<usize>>) -> Result<(), ModelError> {
+        self.tensors.retain(|name, stored| !is_buffer(name, stored));
+        ModelError::all(few(self.compare(wanted, |_| false)))
+    }
+
+    /// Other names for tensors, where `rename` gives one.
+    pub fn rename(&mut self, rename: impl Fn(&str) -> Option<String>) {
+        let tensors = std::mem::take(&mut self.tensors);
+        self.tensors = tensors.into_iter().map(|(name, stored)| (rename(&name).unwrap_or(name), stored)).collect();
     }
 
     /// Drops what is stored again under the names of later uses of a shared block; complaints of what is not the same.

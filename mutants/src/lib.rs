@@ -14,6 +14,7 @@ mod elements;
 mod equivalents;
 mod gemm;
 mod gradients;
+mod images;
 mod memory;
 mod models;
 mod mutation;

@@ -6,7 +6,8 @@
 use crate::memory::held_here;
 use crate::models::{ModelMutant, ModelMutation};
 use crate::{
-    attention, chain, convolutions, delta, elements, gemm, gradients, plain, rows, sampling, scans, tokens, train,
+    attention, chain, convolutions, delta, elements, gemm, gradients, images, plain, rows, sampling, scans, tokens,
+    train,
 };
 use samebits_contract::axis::{PACKED, PAGED};
 use samebits_contract::case::{Answer, Case};
@@ -56,6 +57,7 @@ pub fn mutations() -> impl Iterator<Item = &'static Mutation> {
             train::MUTATIONS,
             chain::MUTATIONS,
             gradients::MUTATIONS,
+            images::MUTATIONS,
         ])
         .flatten()
 }

@@ -238,7 +238,7 @@ pub struct Ordered {
 }
 
 /// The ops that [`Ordered`] answers.
-pub const OPS: [&str; 32] = [
+pub const OPS: [&str; 35] = [
     "gemm",
     "gemm_dx",
     "gemm_dw",
@@ -250,6 +250,9 @@ pub const OPS: [&str; 32] = [
     "layer_norm",
     "layer_norm_backward",
     "layer_norm_dw",
+    "group_norm",
+    "conv",
+    "conv_dx",
     "norm_rope",
     "norm_rope_backward",
     "norm_rope_dw",
@@ -384,6 +387,9 @@ fn answer(call: &Call) -> Option<Answer> {
     let bare = call.knows(&[]);
     let answer = match &case.op[..] {
         "gemm" | "gemm_dx" if bare => gemm(call),
+        // One window on all of an image is a row, as are channels of one place.
+        "conv" if bare && call.shape("w")[2..] == call.shape("x")[2..] => gemm(call),
+        "conv_dx" if bare && [call.shape("w"), call.shape("dy")].iter().all(|shape| shape[2..] == [1; 3]) => gemm(call),
         "gemm_dw" if bare => {
             let (x, dy, n, k) = (call.input("x"), call.input("dy"), call.shape("dy")[1], call.shape("x")[1]);
             let products = x.chunks(k).zip(dy.chunks(n));
@@ -404,6 +410,7 @@ fn answer(call: &Call) -> Option<Answer> {
         {
             rms_norm(call)
         }
+        "group_norm" if call.knows(&["eps"]) && call.shape("x")[2] == 1 => layer_norm(call),
         "layer_norm" | "layer_norm_backward" | "layer_norm_dw" if call.knows(&["eps", "token_offset"]) => {
             layer_norm(call)
         }
@@ -545,10 +552,11 @@ fn losses(call: &Call) -> Answer {
 }
 
 fn gemm(call: &Call) -> Answer {
-    let forward = call.case.op == "gemm";
+    let forward = ["gemm", "conv"].contains(&&call.case.op[..]);
     let (left, result) = if forward { ("x", "y") } else { ("dy", "dx") };
     let (x, w, shape) = (call.input(left), call.input("w"), call.shape("w"));
-    let (m, k) = (call.shape(left)[0], call.shape(left)[1]);
+    let rows = call.shape(left);
+    let (m, k) = (rows[0], rows[1..].iter().product());
     let columns = if forward { shape[0] } else { shape[1] };
     let order = call.order("products", m);
     let weight = |column: usize, i: usize| if forward { w[column * k + i] } else { w[i * columns + column] };
@@ -557,7 +565,7 @@ fn gemm(call: &Call) -> Answer {
         let bias = call.input("bias");
         y.iter_mut().zip(bias.iter().cycle()).for_each(|(y, bias)| *y += bias);
     }
-    call.one(result, vec![m, columns], y)
+    call.one(result, [vec![m, columns], vec![1; rows.len() - 2]].concat(), y)
 }
 
 /// `y[m,n]`, the sums over i of `x[row,i] * w(column, i)`.
@@ -650,7 +658,7 @@ fn rotate(call: &Call, x: &mut [f32], sign: f64) {
 }
 
 fn layer_norm(call: &Call) -> Answer {
-    let (case, x, n) = (call.case, call.input("x"), call.shape("x").pop().expect("there is an axis"));
+    let (case, x, n) = (call.case, call.input("x"), call.shape("x")[1..].iter().product());
     // Nothing is added without a bias, not even the +0 that would turn a -0.
     let given = |name: &str, default: f32| call.optional(name).unwrap_or(vec![default; n]);
     let (w, bias, eps) = (given("w", 1.0), given("bias", -0.0), call.number("eps", 1e-5) as f32);

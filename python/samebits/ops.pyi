@@ -423,6 +423,86 @@ def layer_norm_dw(
     """
     ...
 
+def group_norm(
+    x: T,
+    w: T | None = None,
+    bias: T | None = None,
+    *,
+    groups: int = 1,
+    eps: float = 1e-5,
+    silu: bool = False,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: T | None = None,
+) -> T:
+    """Each group of channels of an image less its mean, over its standard deviation, times w, plus bias, then silu.
+
+    Inputs:
+        x[B,C,P]: bf16, fp16 or fp32
+        w[C]: bf16, fp16 or fp32, optional
+        bias[C]: bf16, fp16 or fp32, optional
+
+    Attributes:
+        groups (1): how many groups the channels are cut into, in their order; a whole number of at least 1
+        eps (1e-5): added to the variance; read as f64, rounded to f32; a finite number from 0 to 3.4028235e38
+        silu (False): whether silu of the norm is taken before the last rounding; True or False
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of x): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        y[B,C,P]: dtype
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; C that is not a multiple of `groups`
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def group_norm_backward(
+    x: T,
+    dy: T,
+    w: T | None = None,
+    bias: T | None = None,
+    *,
+    groups: int = 1,
+    eps: float = 1e-5,
+    silu: bool = False,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T, T]:
+    """The gradients of x, w and bias from that of group_norm's y; those of w and bias are sums over each image, which `token_sum` adds.
+
+    A gradient of `group_norm`.
+
+    Inputs:
+        x[B,C,P]: bf16, fp16 or fp32
+        dy[B,C,P]: bf16, fp16 or fp32
+        w[C]: bf16, fp16 or fp32, optional
+        bias[C]: bf16, fp16 or fp32, optional
+
+    Attributes:
+        groups (1): how many groups the channels are cut into, in their order; a whole number of at least 1
+        eps (1e-5): added to the variance; read as f64, rounded to f32; a finite number from 0 to 3.4028235e38
+        silu (False): whether silu of the norm is taken before the last rounding; True or False
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of x): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        dx[B,C,P]: dtype
+        dw[B,C]: fp32
+        dbias[B,C]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; C that is not a multiple of `groups`
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
 def attention(
     q: T,
     k: T,
@@ -664,6 +744,190 @@ def index_score(
 
     Raises:
         ValueError: another shape, dtype, stride or range
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def conv(
+    x: T,
+    w: T,
+    bias: T | None = None,
+    *,
+    groups: int = 1,
+    stride_d: int = 1,
+    stride_h: int = 1,
+    stride_w: int = 1,
+    dilation_d: int = 1,
+    dilation_h: int = 1,
+    dilation_w: int = 1,
+    pad_front: int = 0,
+    pad_back: int = 0,
+    pad_top: int = 0,
+    pad_bottom: int = 0,
+    pad_left: int = 0,
+    pad_right: int = 0,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: T | None = None,
+) -> T:
+    """The convolution of images, plus bias: in groups of channels, each output a product over input channels and taps.
+
+    Inputs:
+        x[B,C,D,H,W]: bf16, fp16 or fp32
+        w[O,I,KD,KH,KW]: bf16, fp16 or fp32
+        bias[O]: bf16, fp16 or fp32, optional
+
+    Attributes:
+        groups (1): how many groups the channels are cut into, in their order; a whole number of at least 1
+        stride_d (1): places from one output to the next; a whole number of at least 1
+        stride_h (1): places from one output to the next; a whole number of at least 1
+        stride_w (1): places from one output to the next; a whole number of at least 1
+        dilation_d (1): places from one tap to the next; a whole number of at least 1
+        dilation_h (1): places from one tap to the next; a whole number of at least 1
+        dilation_w (1): places from one tap to the next; a whole number of at least 1
+        pad_front (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_back (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_top (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_bottom (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_left (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_right (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of x): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        y[B,O,OD,OH,OW]: dtype
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; an axis of an image or a window without places; a window longer than the image and its padding; padding of a whole window; O that is not a multiple of `groups`
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def conv_dx(
+    dy: T,
+    w: T,
+    offset: T | None = None,
+    *,
+    extra_d: int = 0,
+    extra_h: int = 0,
+    extra_w: int = 0,
+    groups: int = 1,
+    stride_d: int = 1,
+    stride_h: int = 1,
+    stride_w: int = 1,
+    dilation_d: int = 1,
+    dilation_h: int = 1,
+    dilation_w: int = 1,
+    pad_front: int = 0,
+    pad_back: int = 0,
+    pad_top: int = 0,
+    pad_bottom: int = 0,
+    pad_left: int = 0,
+    pad_right: int = 0,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: T | None = None,
+) -> T:
+    """The gradient of x from that of conv's y; plus offset, the transposed convolution.
+
+    A gradient of `conv`.
+
+    Inputs:
+        dy[B,O,OD,OH,OW]: bf16, fp16 or fp32
+        w[O,I,KD,KH,KW]: bf16, fp16 or fp32
+        offset[C]: bf16, fp16 or fp32, optional
+
+    Attributes:
+        extra_d (0): places of x behind those that windows reach; fewer than the stride; a whole number of at least 0
+        extra_h (0): places of x behind those that windows reach; fewer than the stride; a whole number of at least 0
+        extra_w (0): places of x behind those that windows reach; fewer than the stride; a whole number of at least 0
+        groups (1): how many groups the channels are cut into, in their order; a whole number of at least 1
+        stride_d (1): places from one output to the next; a whole number of at least 1
+        stride_h (1): places from one output to the next; a whole number of at least 1
+        stride_w (1): places from one output to the next; a whole number of at least 1
+        dilation_d (1): places from one tap to the next; a whole number of at least 1
+        dilation_h (1): places from one tap to the next; a whole number of at least 1
+        dilation_w (1): places from one tap to the next; a whole number of at least 1
+        pad_front (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_back (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_top (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_bottom (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_left (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_right (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of dy): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        dx[B,C,D,H,W]: dtype
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; an axis of dy or a window without places; an axis of dx that padding leaves none; `extra` of a stride or more; padding of a whole window; O that is not a multiple of `groups`
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def conv_dw(
+    x: T,
+    dy: T,
+    carry: T,
+    mask: T | None = None,
+    *,
+    groups: int = 1,
+    stride_d: int = 1,
+    stride_h: int = 1,
+    stride_w: int = 1,
+    dilation_d: int = 1,
+    dilation_h: int = 1,
+    dilation_w: int = 1,
+    pad_front: int = 0,
+    pad_back: int = 0,
+    pad_top: int = 0,
+    pad_bottom: int = 0,
+    pad_left: int = 0,
+    pad_right: int = 0,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T]:
+    """The gradient of w from that of conv's y, added to `carry` place after place of the images that count; and sums of dy over each image, of which `token_sum` makes the gradient of bias.
+
+    A gradient of `conv`.
+
+    Inputs:
+        x[B,C,D,H,W]: bf16, fp16 or fp32
+        dy[B,O,OD,OH,OW]: bf16, fp16 or fp32
+        carry[O,I,KD,KH,KW]: fp32
+        mask[B]: i32; 0: padding; anything else: a token, optional
+
+    Attributes:
+        groups (1): how many groups the channels are cut into, in their order; a whole number of at least 1
+        stride_d (1): places from one output to the next; a whole number of at least 1
+        stride_h (1): places from one output to the next; a whole number of at least 1
+        stride_w (1): places from one output to the next; a whole number of at least 1
+        dilation_d (1): places from one tap to the next; a whole number of at least 1
+        dilation_h (1): places from one tap to the next; a whole number of at least 1
+        dilation_w (1): places from one tap to the next; a whole number of at least 1
+        pad_front (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_back (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_top (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_bottom (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_left (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        pad_right (0): zeros on this side of the image; fewer than a window has places; a whole number of at least 0
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype: nothing here follows it
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        dw[O,I,KD,KH,KW]: fp32
+        dbias[B,O]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; an axis of an image or a window without places; a window longer than the image and its padding; padding of a whole window; O that is not a multiple of `groups`
         NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """

@@ -226,6 +226,9 @@ pub fn rope_length(config: &Config) -> (usize, bool) {
     (config.longest(), config.trained_length().is_some())
 }
 
+/// An adapter's name, its tensors by name, and its config.
+type NamedAdapter = (String, BTreeMap<String, Tensor>, String);
+
 /// A model over weights that Python holds.
 #[pyclass(frozen, module = "samebits._native")]
 pub struct Model(Mutex<Held>);
@@ -283,7 +286,7 @@ impl Model {
     }
 
     /// Of each adapter its name, its tensors as its folder has them, and the text of its config.
-    fn adapters(&self, py: Python<'_>) -> PyResult<Vec<(String, BTreeMap<String, Tensor>, String)>> {
+    fn adapters(&self, py: Python<'_>) -> PyResult<Vec<NamedAdapter>> {
         let found = locked(py, "model", &self.0, |held, _| {
             let mut found = Vec::new();
             for (name, _) in held.model.adapters() {

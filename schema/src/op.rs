@@ -229,13 +229,13 @@ impl Output {
     }
 }
 
-/// Where the extent of an axis comes from that no input need have.
+/// Where the extent of an axis comes from that is not an input's to choose.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Extent {
     /// From extents and attributes of the call, in words and as a function. It is asked for calls that [`Op::check`] lets
-    /// pass; the extents that stand before it in [`Op::extents`] are there. An input that may be left out can have the
-    /// axis as well, and must then have that extent.
+    /// pass; the extents that stand before it in [`Op::extents`] are there. An input can have the axis as well, and must then
+    /// have that extent.
     Of(&'static str, fn(&Call) -> usize),
     /// From the model that the call names: only who has the checkpoint knows it.
     OfModel,

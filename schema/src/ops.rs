@@ -28,6 +28,9 @@ pub mod clamped_silu_mul_backward;
 pub mod clip_factor;
 pub mod combine;
 pub mod combine_backward;
+pub mod conv;
+pub mod conv_dw;
+pub mod conv_dx;
 pub mod draw;
 pub mod embedding;
 pub mod embedding_dw;
@@ -42,6 +45,8 @@ pub mod gemm;
 pub mod gemm_dw;
 pub mod gemm_dx;
 pub mod group_advantage;
+pub mod group_norm;
+pub mod group_norm_backward;
 pub mod index_score;
 pub mod layer_norm;
 pub mod layer_norm_backward;
@@ -99,11 +104,16 @@ pub static OPS: &[&Op] = &[
     &layer_norm::OP,
     &layer_norm_backward::OP,
     &layer_norm_dw::OP,
+    &group_norm::OP,
+    &group_norm_backward::OP,
     &attention::OP,
     &paged_attention::OP,
     &packed_attention::OP,
     &attention_backward::OP,
     &index_score::OP,
+    &conv::OP,
+    &conv_dx::OP,
+    &conv_dw::OP,
     &causal_conv1d::OP,
     &causal_conv1d_backward::OP,
     &causal_conv1d_dw::OP,

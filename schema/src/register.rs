@@ -77,8 +77,8 @@ impl Op {
         held(!self.about.is_empty(), "`about` says nothing; say in one line what it computes")?;
         held(!self.outputs.is_empty(), "it has no output")?;
         held(self.inputs.iter().any(|input| input.rows == self.row_axes), "no input has all row axes")?;
-        // Where an input has an extent that follows, a call may leave it out; then there would be none else.
-        let bound = |axis: &str, input: &Input| !(input.optional && self.follows(axis)) && input.axes.contains(&axis);
+        // An input may have an extent that follows, and must then have that one.
+        let bound = |axis: &str, input: &Input| !self.follows(axis) && input.axes.contains(&axis);
         let twice = self.extents.iter().any(|(axis, _)| self.inputs.iter().any(|input| bound(axis, input)));
         held(!twice, "`extents` has an axis of an input")?;
         let of_model = self.extents.iter().any(|(_, extent)| matches!(extent, Extent::OfModel));

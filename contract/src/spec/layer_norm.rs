@@ -105,7 +105,7 @@ impl Norm {
     }
 
     /// Value and condition of the element `x`.
-    fn element(&self, x: f64, w: Option<f64>, bias: Option<f64>) -> (f64, f64) {
+    pub fn element(&self, x: f64, w: Option<f64>, bias: Option<f64>) -> (f64, f64) {
         // With the sign of the normed value is known what a weight of 0 or infinity makes of it.
         let (d, d_error, certain) = self.difference(x);
         let normed = d * self.r;

@@ -37,7 +37,7 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
 
 /// Rows x and dy of eight elements each. A row of 2 and -2, else 0, has an r of 1 without eps, one of halves an r of 4: with
 /// dy of v and -v where x is 0, both means of g are 0 and dx is g times r.
-fn known_rows(maker: &Maker) -> Vec<[[f64; 8]; 2]> {
+pub(super) fn known_rows(maker: &Maker) -> Vec<[[f64; 8]; 2]> {
     let mut rows = Vec::new();
     for v in maker.borders().into_iter().filter(|v| v.is_finite() && v.is_sign_positive()) {
         let (spread, v) = if v < 1.0 { (2.0, v) } else { (0.5, v / 4.0) };

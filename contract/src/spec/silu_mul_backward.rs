@@ -76,7 +76,7 @@ pub(super) fn rest(s: f64, one_less_s: f64) -> f64 {
 }
 
 /// That of `g * sigmoid(g)`: `s (1 + g (1 - s))`.
-fn slope(g: f64) -> Slope {
+pub(super) fn slope(g: f64) -> Slope {
     let (s, rest_of_s) = (1.0 / (1.0 + (-g).exp()), 1.0 / (1.0 + g.exp()));
     Slope {
         value: s * (1.0 + g * rest_of_s),

@@ -812,6 +812,10 @@ pub(crate) fn gradients_are_finite_differences() {
         for input in forward.inputs.iter().chain(spec.inputs).filter(|input| !is_choice(input)) {
             // Rows of x for three experts of each of three tokens.
             let extent = |axis: &str| match axis {
+                // Two channels to a group on either side, and windows of two taps.
+                "D" | "H" | "W" if forward.name == "conv" => 3,
+                "C" | "O" if forward.name == "conv" => 6,
+                "I" | "KD" | "KH" | "KW" | "OD" | "OH" | "OW" => 2,
                 "D" => 6,
                 "R" if spec.owned().is_some() => 9,
                 // Two to a key head, or to a group.
@@ -841,6 +845,8 @@ pub(crate) fn gradients_are_finite_differences() {
             };
             inputs.insert(input.name, tensor);
         }
+        // With an offset it is the transposed convolution.
+        inputs.remove("offset");
         for params in params_of(spec) {
             differences(spec, forward, params, inputs.clone());
             if let Some(input) = forward.inputs.iter().find(is_choice) {
@@ -870,6 +876,18 @@ fn params_of(spec: &Spec) -> &'static [&'static [(&'static str, &'static str)]] 
             &[("causal", "1"), ("window", "2"), ("scale", "0.75")],
             &[("causal", "1"), ("chunk", "2")],
             &[("causal", "1"), ("softcap", "1.5")],
+        ],
+        "group_norm_backward" => &[
+            &[],
+            &[("groups", "3"), ("eps", "0.5")],
+            &[("silu", "1"), ("eps", "0.5")],
+            &[("groups", "3"), ("silu", "1"), ("eps", "0.5")],
+        ],
+        // As many outputs whatever the window: two by an axis.
+        "conv_dx" | "conv_dw" => &[
+            &[("groups", "3")],
+            &[("groups", "3"), ("stride_h", "2"), ("pad_top", "1"), ("dilation_w", "2"), ("pad_right", "1")],
+            &[("groups", "3"), ("dilation_d", "2"), ("pad_front", "1")],
         ],
         _ => &[&[]],
     }
@@ -904,9 +922,11 @@ fn differences(spec: &Spec, forward: &Spec, params: &[(&str, &str)], mut inputs:
     assert!(!gradients.is_empty());
     for (name, gradient) in &gradients {
         let x = inputs[&name[1..]].to_f64();
-        // 64 chains are one sum, and so is what a scan gives of its heads' or channels' parameters, by position or by sequence.
+        // 64 chains are one sum, and so is what a scan gives of its heads' or channels' parameters, by position or by sequence,
+        // or a norm or a convolution of its channels', by image.
         let many = if gradient.shape[0] == 64 { 64 } else { 1 };
-        let many = if ["da_log", "dd"].contains(&name.as_str()) { gradient.value.len() / x.len() } else { many };
+        let of_rows = ["da_log", "dd", "dbias"].contains(&name.as_str()) || spec.name == "group_norm_backward";
+        let many = if of_rows { gradient.value.len() / x.len() } else { many };
         assert_eq!(gradient.value.len(), x.len() * many);
         for i in 0..x.len() {
             let found: f64 = gradient.value.iter().skip(i).step_by(x.len()).sum();

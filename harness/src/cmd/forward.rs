@@ -6,26 +6,36 @@ use samebits_contract::atomic_write;
 use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
 use samebits_models::{AdapterChoice, Config, Grouping, ModelError, PageOrder, Precision, Run, SamplingRule, Schedule};
+use samebits_ops::Cpu;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Runs a model over tokens and writes its logits
+/// Runs a model over tokens and writes its logits, or a component of images over what its forward takes
 ///
 /// Reads `tokens`, i32 [B, T], from a safetensors file (other tensors in it are left alone) and writes a safetensors
 /// file with `logits`, f32 [B, T, V]. Where the file's metadata has a `rope_length`, that is the run's. With `attention_mask`, i32 [B, T], only tokens at a 1 belong to their sequence: the
 /// padding may stand on either side, and its logits are 0. Of several adapters the metadata's `adapter` says which each sequence has: a
 /// name, or a JSON list of a name or null for each. The schedule, the batch, the pages, the instruction set and the
 /// threads move no bit of it.
+///
+/// With --inputs the folder is a component of diffusers or transformers (AutoencoderKL, UNet2DConditionModel, CLIPTextModel,
+/// CLIPTextModelWithProjection), and the file names its tensors as the arguments of that forward: `z` to decode or `sample` to
+/// encode; `sample`, `timestep`, `encoder_hidden_states` (`text_embeds`, `time_ids`); `input_ids` (`attention_mask`). The answer is
+/// `out`, f32: of an encoded image the moments, of which the first half are means.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
     folder: Folder,
 
     /// Safetensors file with `tokens`, i32 [B, T]
-    #[arg(long, value_name = "FILE")]
-    tokens: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "inputs")]
+    tokens: Option<PathBuf>,
+
+    /// Safetensors file with what a component of images takes, by the names of its arguments
+    #[arg(long, value_name = "FILE", conflicts_with_all = OF_TOKENS)]
+    inputs: Option<PathBuf>,
 
     /// Safetensors file to write; it appears whole or not at all
     #[arg(long, value_name = "FILE")]
@@ -66,25 +76,59 @@ pub struct Args {
     #[command(flatten)]
     on: On,
 
+    /// Most bytes of workspace of an op [default: no limit]
+    #[arg(long, value_name = "BYTES")]
+    budget: Option<usize>,
+
     #[command(flatten)]
     machine: Machine,
 }
 
+/// Options that say something of tokens alone.
+const OF_TOKENS: [&str; 14] = [
+    "tokens",
+    "adapter",
+    "merge_adapter",
+    "storage",
+    "strict",
+    "rope_length",
+    "schedule",
+    "batch",
+    "page_size",
+    "page_order",
+    "dump",
+    "cap",
+    "allow_nonfinite",
+    "device",
+];
+
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let cpu = args.machine.cpu(None)?;
-    let device = args.on.open()?;
+    let cpu = args.machine.cpu(args.budget)?;
     let out = || format!("--out {}", args.out.display());
     // Before the work, so that a wrong path costs nothing.
     atomic_write::check(&args.out).with_context(out)?;
+    let tensors = match (&args.inputs, &args.tokens) {
+        (Some(inputs), _) => super::component::forward(&args.folder.model, inputs, args.dtype, &cpu)?,
+        (None, Some(tokens)) => BTreeMap::from([("logits".into(), logits(args, tokens, &cpu)?)]),
+        (None, None) => bail!("neither --tokens nor --inputs is given"),
+    };
+    let file = File { tensors, metadata: BTreeMap::new() };
+    atomic_write::write(&args.out, &file.encode()).with_context(out)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// `[B,T,V]` of a model over the tokens of a file.
+fn logits(args: &Args, path: &Path, cpu: &Cpu) -> Result<Tensor> {
+    let device = args.on.open()?;
     if let Some(dump) = &args.dump {
         atomic_write::check(dump).with_context(|| format!("--dump {}", dump.display()))?;
     }
     ensure!(args.page_size > 0, "--page-size 0: give at least 1");
-    let tokens = Tokens::read(&args.tokens)?;
+    let tokens = Tokens::read(path)?;
     let Tokens { batch, len, .. } = tokens;
-    let model = args.folder.load(args.dtype, &cpu, tokens.rope_length.map(|length| (&*args.tokens, length)))?;
-    tokens.check(model.config(), &args.tokens)?;
-    let model = place(model, &cpu, device.as_ref())?;
+    let model = args.folder.load(args.dtype, cpu, tokens.rope_length.map(|length| (path, length)))?;
+    tokens.check(model.config(), path)?;
+    let model = place(model, cpu, device.as_ref())?;
     let working = Working::on(format!("{batch} sequences of {len} tokens"));
     let sequences = tokens.sequences();
     let sequences: Vec<&[i32]> = sequences.iter().map(Vec::as_slice).collect();
@@ -102,21 +146,17 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         experts: None,
         probe: writer.as_mut().map(|writer| writer as _),
     };
-    let found = model.forward_run(&cpu, &sequences, run).map_err(|e| match tokens.in_file(or_allow(e)) {
+    let found = model.forward_run(cpu, &sequences, run).map_err(|e| match tokens.in_file(or_allow(e)) {
         // The dump's, which names itself.
         e @ ModelError::File { .. } => e.into(),
-        e => anyhow::Error::new(e).context(args.tokens.display().to_string()),
+        e => anyhow::Error::new(e).context(path.display().to_string()),
     })?;
     if let (Some(writer), Some(path)) = (writer, &args.dump) {
         writer.finish().with_context(|| format!("--dump {}", path.display()))?;
     }
     drop(working);
     let vocab = model.config().vocab;
-    let logits = tokens.spread(&found, vocab);
-    let logits = Tensor::fp32(&[batch, len, vocab], logits);
-    let file = File { tensors: BTreeMap::from([("logits".into(), logits)]), metadata: BTreeMap::new() };
-    atomic_write::write(&args.out, &file.encode()).with_context(out)?;
-    Ok(ExitCode::SUCCESS)
+    Ok(Tensor::fp32(&[batch, len, vocab], tokens.spread(&found, vocab)))
 }
 
 /// `tokens` [B, T], row-major, and which of them count.

@@ -16,10 +16,13 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 48] = [
+pub const HANDS_ON: [&str; 51] = [
     "gemm",
     "gemm_dx",
     "gemm_dw",
+    "conv",
+    "conv_dx",
+    "conv_dw",
     "causal_conv1d",
     "causal_conv1d_backward",
     "causal_conv1d_dw",
@@ -563,6 +566,14 @@ impl Probe<'_> {
             }
             "gemm_dx" => (vec![("dy", self.make(&[1, k], x)), ("w", self.make(&[k, 1], w))], "dx"),
             "gemm_dw" => (vec![("x", self.make(&[k, 1], x)), ("dy", self.make(&[k, 1], w))], "dw"),
+            // Channels of one place and one tap, or images of them.
+            "conv" => (vec![("x", self.make(&[1, k, 1, 1, 1], x)), ("w", self.make(&[1, k, 1, 1, 1], w))], "y"),
+            "conv_dx" => (vec![("dy", self.make(&[1, k, 1, 1, 1], x)), ("w", self.make(&[k, 1, 1, 1, 1], w))], "dx"),
+            "conv_dw" => {
+                let carry = Tensor::fp32(&[1; 5], vec![0.0]);
+                let (x, dy) = (self.make(&[k, 1, 1, 1, 1], x), self.make(&[k, 1, 1, 1, 1], w));
+                (vec![("x", x), ("dy", dy), ("carry", carry)], "dw")
+            }
             _ => (vec![("x", self.make(&[1, k], x)), ("w", self.make(&[1, k], w))], "y"),
         };
         self.one(op, &[], inputs, output)
@@ -668,7 +679,7 @@ impl Probe<'_> {
 
 /// Whether an op is a matrix product.
 fn is_product(op: &str) -> bool {
-    ["gemm", "gemm_dx", "gemm_dw", "causal_conv1d", "gated_delta_rule"].contains(&op)
+    ["gemm", "gemm_dx", "gemm_dw", "conv", "conv_dx", "conv_dw", "causal_conv1d", "gated_delta_rule"].contains(&op)
 }
 
 /// What an op multiplies the number with that it hands on, a power of two: where the gate is that, its sigmoid is 1.

@@ -8,7 +8,7 @@
 //! Rounding: every step once to f32; last rounding. `next` is exact.
 //! Special: rows behind `len` are not read, and their y is +0.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, int};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Plain, Unit, int};
 use crate::call::Entry;
 use crate::conv::taps::{Behind, CausalConv1d, Chains, Row, deal, on_host, transposed};
 use crate::element::{Stored, typed};
@@ -246,7 +246,7 @@ struct Parts<'a, I> {
 }
 
 /// `arguments` with a buffer that may not be there, and whether it is.
-pub(crate) fn optional<T: Stored>(arguments: Arguments, part: Option<Part<T>>) -> Arguments {
+pub(crate) fn optional<T: Plain>(arguments: Arguments, part: Option<Part<T>>) -> Arguments {
     match part {
         Some((buffer, at)) => arguments.buffer_from(buffer, at).int(1),
         None => arguments.null().int(0),

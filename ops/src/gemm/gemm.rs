@@ -314,10 +314,10 @@ impl<I: Element> Product<'_, I> {
         let Gemm { m, n, k, .. } = self.shape;
         let blocks = self.block_height();
         let height = blocks.unwrap_or(if m <= MAX_ROWS { m } else { TILE_ROWS });
-        let own = blocks.is_none() && matches!(self.w, Weight::Plain(Matrix { side: Side::Rows, .. }));
-        let panels = if !own && matches!(self.w, Weight::Plain(_)) { n.div_ceil(PANEL) } else { 0 };
-        let tiles = m.div_ceil(height);
-        let workers = self.cpu.threads();
+        let plain = if let Weight::Plain(w) = &self.w { Some(w) } else { None };
+        let own = blocks.is_none() && plain.is_some_and(Matrix::packs_alone);
+        let (tiles, workers) = (m.div_ceil(height), self.cpu.threads());
+        let panels = plain.filter(|_| !own).map_or(0, |w| w.at_a_time(n.div_ceil(PANEL), workers));
         let (x_pairs, w_pairs) = (self.dots() && blocks.is_none(), I::IS_BF16);
         let unpack = self.unpacks(if blocks.is_some() { usize::MAX } else { tiles });
         let block = blocks.map_or(0, |height| (BLOCK_ROWS / height).min(tiles));

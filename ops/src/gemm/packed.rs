@@ -132,7 +132,7 @@ impl PackedWeight {
             && pairs
             && n > 0
             && k > 0
-            && let Some(memory) = dictionary::pack(cpu, [outputs, terms], Matrix { rows: w.rows(), side })?
+            && let Some(memory) = dictionary::pack(cpu, [outputs, terms], Matrix::Weight { rows: w.rows(), side })?
         {
             memory.settle();
             return Ok(PackedWeight { outputs, terms, side, dtype, form: Form::Dictionary, memory });
@@ -142,7 +142,7 @@ impl PackedWeight {
         let mut memory = Memory::new(words).ok_or(Error::Memory { op: "gemm", bytes: words.saturating_mul(4) })?;
         let out: &mut [u32] = &mut memory;
         typed!(dtype => I, {
-            pack_panels(cpu, Matrix { rows: w.rows::<I>(), side }, terms, 0..outputs, Tf32::Disabled, out);
+            pack_panels(cpu, Matrix::Weight { rows: w.rows::<I>(), side }, terms, 0..outputs, Tf32::Disabled, out);
         });
         memory.settle();
         Ok(PackedWeight { outputs, terms, side, dtype, form: *Form::of(pairs), memory })
@@ -369,7 +369,7 @@ impl<'a, I: Element> Weight<'a, I> {
                 let how = if side == Side::Rows { "pack" } else { "pack_for_dx" };
                 Err(value_error(op, format!("`w` is packed for another op; use PackedWeight::{how}")))
             }
-            None => w.on_host(op, "w").map(|()| Weight::Plain(Matrix { rows: w.rows(), side })),
+            None => w.on_host(op, "w").map(|()| Weight::Plain(Matrix::Weight { rows: w.rows(), side })),
         }
     }
 }

@@ -415,7 +415,7 @@ impl<I: Element> Backward<'_, I> {
     /// The logits of some rows and a tile of the vocabulary.
     fn product<'p>(&'p self, x: Rows<'p, I>, w: Rows<'p, I>, [rows, columns]: [usize; 2]) -> Product<'p, I> {
         let shape = Gemm::new(rows, columns, self.sizes[2]);
-        let w = Weight::Plain(Matrix { rows: w, side: Side::Rows });
+        let w = Weight::Plain(Matrix::Weight { rows: w, side: Side::Rows });
         Product { cpu: self.cpu, says: &SAYS, shape, x, w, bias: None, bounds: &self.bounds }
     }
 

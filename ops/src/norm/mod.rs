@@ -3,6 +3,9 @@
 pub(crate) mod add_rms_norm;
 pub(crate) mod add_rms_norm_backward;
 mod gradient;
+pub(crate) mod group;
+pub(crate) mod group_norm;
+pub(crate) mod group_norm_backward;
 pub(crate) mod layer_norm;
 pub(crate) mod layer_norm_backward;
 pub(crate) mod layer_norm_dw;
@@ -19,6 +22,8 @@ use crate::call::Entry;
 pub(crate) const OPS: &[&Entry] = &[
     &add_rms_norm::OP,
     &add_rms_norm_backward::OP,
+    &group_norm::OP,
+    &group_norm_backward::OP,
     &layer_norm::OP,
     &layer_norm_backward::OP,
     &layer_norm_dw::OP,

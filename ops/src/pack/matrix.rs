@@ -1,8 +1,9 @@
 //! Matrices and rows packed: whole panels, and what stands behind each.
 
+use super::patches::Patches;
 use super::{
-    PANEL, as_floats_mut, bf16_slice, f32_of_columns, f32_of_rows, least_magnitude, least_of_vnni, pairs_of_rows,
-    vnni_of_columns,
+    PANEL, as_floats_mut, bf16_slice, f32_of_columns, f32_of_rows, f32_rows, least_magnitude, least_of_vnni,
+    pairs_of_rows, vnni_of_columns,
 };
 use crate::simd::prefetch::Prefetch;
 use crate::tensor::Rows;
@@ -38,38 +39,55 @@ impl Side {
     }
 }
 
-/// A weight as it stands in memory.
+/// The right operand of a product as it stands in memory.
 #[derive(Clone, Copy)]
-pub(crate) struct Matrix<'a, I> {
-    pub rows: Rows<'a, I>,
-    pub side: Side,
+pub(crate) enum Matrix<'a, I> {
+    /// A weight.
+    Weight { rows: Rows<'a, I>, side: Side },
+    /// An image, whose patches are the outputs.
+    Patches(&'a Patches<'a, I>),
 }
+
+/// Terms of patches that are laid out at a time, an even number.
+const TERMS: usize = 32;
 
 impl<'a, I: Element> Matrix<'a, I> {
     /// Packs the panels of some outputs, of all `terms`.
     pub(crate) fn pack(&self, cpu: &Cpu, terms: usize, outputs: Range<usize>, tf32: Tf32, out: &mut [u32]) {
         let size = panel_words(terms, I::IS_BF16);
-        let panels = outputs.clone().step_by(PANEL).zip(out.chunks_exact_mut(size));
-        if self.side == Side::Rows {
-            let operand = Packing { tf32, pad: bf16::NEG_ZERO, pairs: I::IS_BF16, stride: PANEL };
-            panels.for_each(|(at, out)| pack_rows(cpu, self.rows, at, PANEL.min(outputs.end - at), operand, out));
-        } else if I::IS_BF16 {
-            let end = size - LINE;
-            // What stands beside the last outputs is no weight.
-            panels.filter(|(at, _)| outputs.end - at < PANEL).for_each(|(_, panel)| panel.fill(0));
-            let row = |term: usize| bf16_slice(self.piece(term, outputs.clone())).expect("bf16");
-            vnni_of_columns(cpu, terms, row, bf16::NEG_ZERO, PANEL, out, size);
-            for panel in out.chunks_exact_mut(size) {
-                panel[end] = least_of_vnni(cpu, &panel[..end]).to_bits();
+        match *self {
+            Matrix::Weight { rows, side: Side::Rows } => {
+                let panels = outputs.clone().step_by(PANEL).zip(out.chunks_exact_mut(size));
+                let operand = Packing { tf32, pad: bf16::NEG_ZERO, pairs: I::IS_BF16, stride: PANEL };
+                panels.for_each(|(at, out)| pack_rows(cpu, rows, at, PANEL.min(outputs.end - at), operand, out));
+                return;
             }
-        } else {
-            f32_of_columns(cpu, terms, |term| self.piece(term, outputs.clone()), tf32, as_floats_mut(out), size);
-            for panel in out.chunks_exact_mut(size) {
-                if terms % 2 == 1 {
-                    panel[terms * PANEL..][..PANEL].fill(0);
+            Matrix::Weight { rows, side: Side::Columns } if I::IS_BF16 => {
+                // What stands beside the last outputs is no weight.
+                let panels = outputs.clone().step_by(PANEL).zip(out.chunks_exact_mut(size));
+                panels.filter(|(at, _)| outputs.end - at < PANEL).for_each(|(_, panel)| panel.fill(0));
+                let row = |term: usize| bf16_slice(piece(rows, term, outputs.clone())).expect("bf16");
+                vnni_of_columns(cpu, terms, row, bf16::NEG_ZERO, PANEL, out, size);
+            }
+            Matrix::Weight { rows, side: Side::Columns } => {
+                f32_of_columns(cpu, terms, |term| piece(rows, term, outputs.clone()), tf32, as_floats_mut(out), size);
+            }
+            Matrix::Patches(patches) => {
+                for (at, panel) in outputs.clone().step_by(PANEL).zip(out.chunks_exact_mut(size)) {
+                    pack_patches(cpu, patches, terms, at..outputs.end.min(at + PANEL), tf32, panel);
                 }
-                panel[size - LINE] = f32::NAN.to_bits();
             }
+        }
+        let end = size - LINE;
+        for panel in out.chunks_exact_mut(size) {
+            if I::IS_BF16 {
+                panel[end] = least_of_vnni(cpu, &panel[..end]).to_bits();
+                continue;
+            }
+            if terms % 2 == 1 {
+                panel[terms * PANEL..][..PANEL].fill(0);
+            }
+            panel[end] = f32::NAN.to_bits();
         }
     }
 
@@ -82,30 +100,102 @@ impl<'a, I: Element> Matrix<'a, I> {
         tf32: Tf32,
         out: &mut [f32],
     ) {
-        match self.side {
-            Side::Rows => f32_of_rows(cpu, columns, steps, |c| &self.rows.row(first + c)[from..], tf32, out, PANEL),
-            Side::Columns => {
-                let row = |step: usize| self.piece(from + step, first..first + columns);
+        match *self {
+            Matrix::Weight { rows, side: Side::Rows } => {
+                f32_of_rows(cpu, columns, steps, |c| &rows.row(first + c)[from..], tf32, out, PANEL);
+            }
+            Matrix::Weight { rows, side: Side::Columns } => {
+                let row = |step: usize| piece(rows, from + step, first..first + columns);
                 f32_of_columns(cpu, steps, row, tf32, out, out.len());
             }
+            Matrix::Patches(patches) => widen_patches(cpu, patches, [from, steps], first..first + columns, tf32, out),
         }
     }
 
     /// The smallest nonzero magnitude of the bf16 factors of `columns` outputs from `first` on.
     pub(crate) fn least(&self, cpu: &Cpu, terms: usize, first: usize, columns: usize) -> f32 {
-        match self.side {
-            Side::Rows => least_of_rows(cpu, self.rows, first, columns),
-            Side::Columns => (0..terms)
-                .map(|term| least_magnitude(cpu, bf16_slice(self.piece(term, first..first + columns)).expect("bf16")))
-                .fold(f32::INFINITY, f32::min),
+        let of_row = |row: &[I]| least_magnitude(cpu, bf16_slice(row).expect("bf16"));
+        let of_terms = |least: &dyn Fn(usize) -> f32| (0..terms).map(least).fold(f32::INFINITY, f32::min);
+        match *self {
+            Matrix::Weight { rows, side: Side::Rows } => least_of_rows(cpu, rows, first, columns),
+            Matrix::Weight { rows, side: Side::Columns } => {
+                of_terms(&|term| of_row(piece(rows, term, first..first + columns)))
+            }
+            Matrix::Patches(patches) => of_terms(&|term| {
+                let mut row = [I::default(); PANEL];
+                patches.write(term, first..first + columns, &mut row);
+                of_row(&row[..columns])
+            }),
         }
     }
 
-    /// Factors of some outputs that stand in one row.
-    #[inline(always)]
-    fn piece(&self, term: usize, outputs: Range<usize>) -> &'a [I] {
-        &self.rows.row(term)[outputs]
+    /// Whether a worker packs a panel by itself when its tiles come to it.
+    pub(crate) fn packs_alone(&self) -> bool {
+        !matches!(self, Matrix::Weight { side: Side::Columns, .. })
     }
+
+    /// How many of so many panels are packed at a time at most, where they are packed for all. Those of an image are more than
+    /// the image.
+    pub(crate) fn at_a_time(&self, panels: usize, threads: usize) -> usize {
+        match self {
+            Matrix::Weight { .. } => panels,
+            Matrix::Patches(_) => panels.min(16 * threads),
+        }
+    }
+}
+
+/// Factors of some outputs that stand in one row.
+#[inline(always)]
+fn piece<I>(rows: Rows<'_, I>, term: usize, outputs: Range<usize>) -> &'_ [I] {
+    &rows.row(term)[outputs]
+}
+
+/// Lays the patches of some places, at most a panel, side by side: some terms at a time, which `put` takes with their number.
+fn each_terms<I: Element>(
+    patches: &Patches<I>,
+    [from, steps]: [usize; 2],
+    places: Range<usize>,
+    mut put: impl FnMut(usize, &[[I; PANEL]]),
+) {
+    let mut rows = [[I::default(); PANEL]; TERMS];
+    for first in (0..steps).step_by(TERMS) {
+        let rows = &mut rows[..TERMS.min(steps - first)];
+        for (i, row) in rows.iter_mut().enumerate() {
+            patches.write(from + first + i, places.clone(), row);
+        }
+        put(first, rows);
+    }
+}
+
+fn widen_patches<I: Element>(
+    cpu: &Cpu,
+    patches: &Patches<I>,
+    steps: [usize; 2],
+    places: Range<usize>,
+    tf32: Tf32,
+    out: &mut [f32],
+) {
+    each_terms(patches, steps, places, |first, rows| {
+        f32_rows(cpu, rows.len(), |i| &rows[i][..], tf32, &mut out[first * PANEL..], PANEL);
+    });
+}
+
+/// A panel of patches, without what stands behind it. Places that are missing are +0.
+fn pack_patches<I: Element>(
+    cpu: &Cpu,
+    patches: &Patches<I>,
+    terms: usize,
+    places: Range<usize>,
+    tf32: Tf32,
+    out: &mut [u32],
+) {
+    if !I::IS_BF16 {
+        return widen_patches(cpu, patches, [0, terms], places, tf32, as_floats_mut(out));
+    }
+    each_terms(patches, [0, terms], places, |first, rows| {
+        let row = |i: usize| bf16_slice(&rows[i][..]).expect("bf16");
+        vnni_of_columns(cpu, rows.len(), row, bf16::NEG_ZERO, PANEL, &mut out[first / 2 * PANEL..], 0);
+    });
 }
 
 /// Packs the panels of some outputs of w into `out`, in parallel.
@@ -118,7 +208,7 @@ pub(crate) fn pack_panels<I: Element>(
     out: &mut [u32],
 ) {
     // Several panels share the lines and pages of the rows that they are pieces of.
-    let together = if w.side == Side::Columns { 4 } else { 1 };
+    let together = if w.packs_alone() { 1 } else { 4 };
     cpu.chunks(out, together * panel_words(terms, I::IS_BF16), |number, out| {
         let first = outputs.start + number * together * PANEL;
         w.pack(cpu, terms, first..outputs.end.min(first + together * PANEL), tf32, out);

@@ -2,6 +2,7 @@
 
 pub mod dictionary;
 pub mod matrix;
+pub mod patches;
 pub mod quantized;
 
 use crate::simd::prefetch::{Prefetch, prefetch, prefetch_all};

@@ -135,6 +135,12 @@ fn shape_of(op: &Op, input: &Input, large: bool) -> Vec<usize> {
         "K" if op.follows("J") => 4,
         "J" => 3,
         "C" if op.follows("J") => extent("N", large),
+        // Windows on images.
+        "I" => extent("C", large),
+        "D" if op.follows("C") => 3,
+        "KD" | "OD" => 2,
+        "KH" | "KW" => 3,
+        "OH" | "OW" => extent("H", large) - 2,
         // Two heads of a scan to a group.
         "H" if op.input("a_log").is_some() => 4,
         // A gate for each element.

@@ -177,6 +177,42 @@ impl Draw {
         (shape, [[batch, length, channels], [batch, taps.saturating_sub(1), channels], [channels, taps, 1]])
     }
 
+    /// A norm of groups, and the extents of images.
+    fn group_norm(&mut self) -> (GroupNorm, [usize; 3]) {
+        let [batch, channels, places] = [self.extent(), self.extent(), self.extent()];
+        let groups = self.pick(&[1, 1, 2, 4, 0, usize::MAX]);
+        let shape = GroupNorm { batch, channels, places, groups, eps: self.eps(), silu: self.flag() };
+        (shape, [batch, channels, places])
+    }
+
+    /// A convolution of images, and the extents of x, of y and of w.
+    fn images(&mut self) -> (Conv, [[usize; 5]; 3]) {
+        let [batch, channels, outputs] = [self.extent(), self.extent(), self.extent()];
+        let groups = self.pick(&[1, 1, 1, 2, 0, usize::MAX]);
+        let image = [self.pick(&[1, 2, 5, 0]), self.extent(), self.extent()];
+        // There are many, and one alone refuses a call.
+        let mut numbers = |from: &[usize]| {
+            [(); 3].map(|()| if self.below(40) == 0 { self.pick(&[0, 2, usize::MAX]) } else { self.pick(from) })
+        };
+        let window = Window {
+            taps: numbers(&[1, 1, 2, 3]),
+            stride: numbers(&[1, 1, 2, 3]),
+            dilation: numbers(&[1, 1, 2]),
+            before: numbers(&[0, 0, 0, 0, 1]),
+            behind: numbers(&[0, 0, 0, 0, 1]),
+        };
+        let shape = Conv { batch, channels, outputs, groups, image, window };
+        let places = |axis: usize| {
+            let window = (window.taps[axis].max(1) - 1).saturating_mul(window.dilation[axis]).saturating_add(1);
+            let padded =
+                image[axis].saturating_add(shape.window.before[axis]).saturating_add(shape.window.behind[axis]);
+            padded.saturating_sub(window) / shape.window.stride[axis].max(1) + 1
+        };
+        let of = |first, second, [d, h, w]: [usize; 3]| [first, second, d, h, w];
+        let of_w = of(outputs, channels.checked_div(groups).unwrap_or(0), window.taps);
+        (shape, [of(batch, channels, image), of(batch, outputs, [places(0), places(1), places(2)]), of_w])
+    }
+
     /// A scan, and the extents of x, of dt, of b and of a state.
     fn scan(&mut self) -> (SsdScan, [Vec<usize>; 4]) {
         let [batch, length, head_dim, state_dim] = [self.extent(), self.extent(), self.extent(), self.extent()];
@@ -238,7 +274,7 @@ impl Draw {
 
 type Op = fn(&mut Draw) -> Result<(), Error>;
 
-const OPS: [(&str, Op); 67] = [
+const OPS: [(&str, Op); 72] = [
     ("add", |d| {
         let n = d.extent();
         let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
@@ -525,6 +561,40 @@ const OPS: [(&str, Op); 67] = [
             (d.ints(&whole[..1], 2), d.floats(&whole), d.floats(&whole), d.floats(&[64, shape.n]));
         let tokens = d.tokens(&mask);
         layer_norm_dw(&d.cpu, &shape, tokens, &x, &dy, &mut dw)
+    }),
+    ("group_norm", |d| {
+        let (shape, images) = d.group_norm();
+        let (x, w, bias, mut y) =
+            (d.floats(&images), d.floats(&images[1..2]), d.floats(&images[1..2]), d.floats(&images));
+        let (with_w, with_bias) = (d.flag(), d.flag());
+        group_norm(&d.cpu, &shape, &x, with_w.then_some(&w[..]), with_bias.then_some(&bias[..]), &mut y)
+    }),
+    ("group_norm_backward", |d| {
+        let (shape, images) = d.group_norm();
+        let [x, dy, mut dx] = [(); 3].map(|()| d.floats(&images));
+        let [w, bias] = [(); 2].map(|()| d.floats(&images[1..2]));
+        let [mut dw, mut dbias] = [(); 2].map(|()| d.floats(&images[..2]));
+        let (w, bias) = (d.flag().then_some(&w[..]), d.flag().then_some(&bias[..]));
+        let inputs = GroupNormInputs { x: &x[..], w, bias, dy: &dy };
+        group_norm_backward(&d.cpu, &shape, &inputs, &mut dx, &mut dw, &mut dbias)
+    }),
+    ("conv", |d| {
+        let (shape, [of_x, of_y, of_w]) = d.images();
+        let (x, w, bias, mut y) = (d.floats(&of_x), d.floats(&of_w), d.floats(&of_y[1..2]), d.floats(&of_y));
+        let bias = d.flag().then_some(&bias[..]);
+        conv(&d.cpu, &shape, &x, &w, bias, &mut y)
+    }),
+    ("conv_dx", |d| {
+        let (shape, [of_x, of_y, of_w]) = d.images();
+        let (dy, w, bias, mut dx) = (d.floats(&of_y), d.floats(&of_w), d.floats(&of_x[1..2]), d.floats(&of_x));
+        let bias = d.flag().then_some(&bias[..]);
+        conv_dx(&d.cpu, &shape, &dy, &w, bias, &mut dx)
+    }),
+    ("conv_dw", |d| {
+        let (shape, [of_x, of_y, of_w]) = d.images();
+        let (x, dy, mask) = (d.floats(&of_x), d.floats(&of_y), d.ints(&of_x[..1], 2));
+        let (mut dw, mut dbias, masked) = (d.floats(&of_w), d.floats(&of_y[..2]), d.flag());
+        conv_dw(&d.cpu, &shape, masked.then_some(&mask[..]), &x, &dy, &mut dw, &mut dbias)
     }),
     ("rope", |d| {
         let shape = Rope { tokens: d.extent(), heads: d.extent(), dim: d.extent(), pairing: d.pairing() };

@@ -213,6 +213,31 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             let (mut sum, mut y) = (r.room::<O>(3 * n), r.room::<O>(3 * n));
             add_rms_norm(&r.cpu, &norm(3, n, r), &x, &residual, &w, &mut sum, &mut y)
         }),
+        // n is P.
+        ("group_norm", |r, n| {
+            let shape = GroupNorm { batch: 1, channels: 6, places: n, groups: 2, eps: 1e-6, silu: n % 2 == 1 };
+            let (x, w, bias) = (r.floats::<I>(6 * n), r.floats(6), r.floats(6));
+            group_norm(&r.cpu, &shape, &x, Some(&w), Some(&bias), &mut r.room::<O>(6 * n))?;
+            let (dy, mut dw, mut dbias) = (r.floats::<I>(6 * n), r.room(6), r.room(6));
+            let inputs = GroupNormInputs { x: &x, w: Some(&*w), bias: Some(&*bias), dy: &dy };
+            group_norm_backward(&r.cpu, &shape, &inputs, &mut r.room::<O>(6 * n), &mut dw, &mut dbias)
+        }),
+        // n is W.
+        ("conv", |r, n| {
+            for (stride, taps, pad) in [(1, 3, 1), (2, 3, 1), (1, 1, 0), (3, 2, 1)] {
+                let pads = [0, pad.min(1), pad];
+                let window =
+                    Window { taps: [1, 2, taps], stride: [1, 1, stride], dilation: [1; 3], before: pads, behind: pads };
+                let image = [1, 2, n + 2];
+                let shape = Conv { batch: 2, channels: 2, outputs: 13, groups: 1, image, window };
+                let (of_x, of_y) = (4 * image.iter().product::<usize>(), 26 * shape.output().iter().product::<usize>());
+                let (x, dy, w) = (r.floats::<I>(of_x), r.floats::<I>(of_y), r.floats(13 * 4 * taps));
+                conv(&r.cpu, &shape, &x, &w, Some(&r.floats(13)), &mut r.room::<O>(of_y))?;
+                conv_dx(&r.cpu, &shape, &dy, &w, Some(&r.floats(2)), &mut r.room::<O>(of_x))?;
+                conv_dw(&r.cpu, &shape, None, &x, &dy, &mut r.room(13 * 4 * taps), &mut r.room(26))?;
+            }
+            Ok(())
+        }),
         ("rope", |r, n| {
             let (heads, dim) = (2, n.next_multiple_of(2));
             let shape = Rope { tokens: 3, heads, dim, pairing: pairing(r) };

@@ -12,6 +12,7 @@ mod gemm_dw;
 mod gemm_dx;
 #[cfg(unix)]
 mod guard;
+mod images;
 mod indexer;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod inlined;

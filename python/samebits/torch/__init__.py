@@ -167,10 +167,11 @@ class _Call:
                 args.append(None)
         outputs = [o["name"] for o in _SCHEMA[name]["outputs"]]
         if any(i["name"] == "carry" for i in _SCHEMA[name]["inputs"]) and "dw" in outputs:
-            return self.sum("w", name, *args)
-        made = getattr(ops, name)(*args, **self.own(name), dtype=self.dtype)
-        made = made if isinstance(made, (tuple, list)) else (made,)
-        found = {o[1:]: tensor for o, tensor in zip(outputs, made)}
+            found = self.sum("w", name, *args)
+        else:
+            made = getattr(ops, name)(*args, **self.own(name), dtype=self.dtype)
+            made = made if isinstance(made, (tuple, list)) else (made,)
+            found = {o[1:]: tensor for o, tensor in zip(outputs, made)}
         mask = self.mask()
         for of, rows in _BY_POSITION.get(name, {}).items():
             if of in self.inputs:
@@ -188,13 +189,13 @@ class _Call:
         attributes = self.own(name)
         if len(_SCHEMA[name]["outputs"]) > 1:
             attributes["dtype"] = self.dtype
-        begun = self.carried.get(of)
-        if begun is not None:
-            return begun.go_on(name, args, attributes)
         carry = next(i for i in _SCHEMA[name]["inputs"] if i["name"] == "carry")
         if not carry["optional"]:
             chains = [64] if carry["axes"][0] == "64" else []
             attributes["carry"] = args[0].new_zeros([*chains, *self.inputs[of][0]], dtype=torch.float32)
+        begun = self.carried.get(of)
+        if begun is not None:
+            return begun.go_on(name, args, attributes)
         sums, others = _sum(name, args, attributes)
         return {of: _joined(name, sums), **others}
 
@@ -261,8 +262,10 @@ _FURTHER: dict[str, tuple[tuple[str, ...], Callable[[_Call], dict[str, torch.Ten
     "scale": ((), lambda call: {"x": ops.scale(call.gradients["y"], **call.attributes)}),
     "combine": ((), lambda call: {"shared": call.gradients["y"]}),
 }
-# By gradient op: the inputs whose gradient is a sum over positions, or over sequences, and of which one that is.
+# By gradient op: the inputs whose gradient is a sum over positions, sequences or images, and of which one that is.
 _BY_POSITION = {
+    "group_norm_backward": {"w": "w", "bias": "bias"},
+    "conv_dw": {"bias": "bias"},
     "ssd_scan_backward": {"a_log": "a_log", "d": "d", "dt_bias": "dt"},
     "selective_scan_backward": {"a_log": "a_log", "d": "d", "dt_bias": "dt"},
     "gated_delta_rule_backward": {"a_log": "a_log", "dt_bias": "g"},

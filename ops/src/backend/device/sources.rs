@@ -35,7 +35,8 @@ macro_rules! headers {
 }
 
 /// What the units include: names and texts.
-pub static HEADERS: [(&str, &str); 25] = headers![
+pub static HEADERS: [(&str, &str); 28] = headers![
+    "block.cuh",
     "clamped.cuh",
     "columns.cuh",
     "delta.cuh",
@@ -43,10 +44,12 @@ pub static HEADERS: [(&str, &str); 25] = headers![
     "element.cuh",
     "elementwise.cuh",
     "gelu.cuh",
+    "group.cuh",
     "machine.cuh",
     "math.cuh",
     "moments.cuh",
     "parts.cuh",
+    "patches.cuh",
     "profile.cuh",
     "rank.cuh",
     "reduce.cuh",

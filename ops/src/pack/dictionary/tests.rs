@@ -15,7 +15,7 @@ fn weights(n: usize, k: usize, small: &[(usize, usize)]) -> Vec<bf16> {
 }
 
 pub(crate) fn packed(cpu: &Cpu, n: usize, k: usize, w: &[bf16]) -> Option<Memory> {
-    pack(cpu, [n, k], Matrix { rows: TensorRef::of(w, &[n, k]).rows(), side: Side::Rows }).unwrap()
+    pack(cpu, [n, k], Matrix::Weight { rows: TensorRef::of(w, &[n, k]).rows(), side: Side::Rows }).unwrap()
 }
 
 /// Places of small weights in so many blocks of a panel, the last one and others all over it; not among the weights of every
