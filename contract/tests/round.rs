@@ -1,7 +1,8 @@
 //! Roundings of f64 to narrow formats, on every kind of number.
 
+use half::bf16;
 use proptest::prelude::*;
-use samebits_contract::round::{from_bits, overflow, pow2, tf32, to_bits};
+use samebits_contract::round::{canonical_nan, from_bits, overflow, pow2, round, tf32, to_bits, ulp};
 use samebits_contract::tensor::DType;
 
 const NARROW: [(DType, u32); 2] = [(DType::Bf16, 0x7f80), (DType::Fp16, 0x7c00)];

@@ -111,12 +111,11 @@ const FAR: [[f64; 8]; 2] = [
     ],
 ];
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn quantiles_are_those_of_tables() {
+    pub(crate) fn quantiles_are_those_of_tables() {
         // The last two are beyond both borders of the rational functions.
         for (p, expected) in [
             (0.5, 0.0),
@@ -131,8 +130,7 @@ mod tests {
     }
 
     /// Mean, variance and the share beyond two deviations of a hundred thousand; places that differ in one number have others.
-    #[test]
-    fn numbers_are_normal_and_differ_by_place() {
+    pub(crate) fn numbers_are_normal_and_differ_by_place() {
         let mut many = vec![0f32; 100_000];
         noise(1, 2, 3, 0, &mut many);
         let n = many.len() as f64;

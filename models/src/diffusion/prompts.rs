@@ -94,13 +94,12 @@ impl Prompts {
     }
 }
 
-#[cfg(test)]
-mod tests {
+#[cfg(feature = "unit-tests")]
+pub(crate) mod tests {
     use super::*;
     use safetensors::SafeTensors;
 
-    #[test]
-    fn tokens_are_those_of_the_class() {
+    pub(crate) fn tokens_are_those_of_the_class() {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/components/pipeline");
         let bytes = std::fs::read(dir.join("recorded.safetensors")).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
