@@ -194,6 +194,21 @@ CASES = {
         lambda x, w, b: ops.layer_norm(x, w, b),
         lambda x, w, b: torch.nn.functional.layer_norm(x, (64,), w, b, 1e-5),
     ),
+    "group_norm": (
+        [(3, 6, 11), (6,), (6,)],
+        lambda x, w, b: ops.group_norm(x, w, b, groups=2, silu=True),
+        lambda x, w, b: torch.nn.functional.silu(torch.nn.functional.group_norm(x, 2, w, b, 1e-5)),
+    ),
+    # Strides that leave places open, padding on one side, taps apart, groups.
+    "conv": (
+        [(2, 4, 3, 8, 9), (6, 2, 2, 3, 3), (6,)],
+        lambda x, w, b: ops.conv(
+            x, w, b, groups=2, stride_h=2, stride_w=3, dilation_d=2, pad_front=1, pad_bottom=1, pad_left=1
+        ),
+        lambda x, w, b: torch.nn.functional.conv3d(
+            torch.nn.functional.pad(x, (1, 0, 0, 1, 1, 0)), w, b, stride=(1, 2, 3), dilation=(2, 1, 1), groups=2
+        ),
+    ),
     "attention": (
         [(2, 5, 4, 16), (2, 5, 2, 16), (2, 5, 2, 16)],
         lambda q, k, v: ops.attention(q, k, v, BATCH_POS, LENGTH, causal=True)[0],

@@ -140,7 +140,14 @@ class _Call:
     def own(self, name: str) -> dict[str, Any]:
         """The attributes that the op `name` has as well."""
         known = {attribute["name"] for attribute in _SCHEMA[name]["attributes"]}
-        return {key: value for key, value in self.attributes.items() if key in known}
+        own = {key: value for key, value in self.attributes.items() if key in known}
+        if name == "conv_dx":
+            # Places of x behind those that the last window reaches, which a stride leaves open.
+            x, w, y = self.inputs["x"][0], self.inputs["w"][0], self.gradients["y"].shape
+            for at, (axis, before, behind) in enumerate(_AXES, start=-3):
+                reached = (y[at] - 1) * own[f"stride_{axis}"] + own[f"dilation_{axis}"] * (w[at] - 1) + 1
+                own[f"extra_{axis}"] = x[at] + own[before] + own[behind] - reached
+        return own
 
     def mask(self) -> torch.Tensor | None:
         """Which rows are tokens, where the call has lengths of its sequences."""
@@ -262,6 +269,8 @@ _FURTHER: dict[str, tuple[tuple[str, ...], Callable[[_Call], dict[str, torch.Ten
     "scale": ((), lambda call: {"x": ops.scale(call.gradients["y"], **call.attributes)}),
     "combine": ((), lambda call: {"shared": call.gradients["y"]}),
 }
+# The axes of an image, and the zeros on both sides of each.
+_AXES = (("d", "pad_front", "pad_back"), ("h", "pad_top", "pad_bottom"), ("w", "pad_left", "pad_right"))
 # By gradient op: the inputs whose gradient is a sum over positions, sequences or images, and of which one that is.
 _BY_POSITION = {
     "group_norm_backward": {"w": "w", "bias": "bias"},
