@@ -3,7 +3,9 @@
 //! Of a step x is the latents, m what the model said, s and n the levels before and behind it. `x0`, the image that the model sees,
 //! is by prediction, with `a = 1 / sqrt(s^2 + 1)` (of a flow 1 - s) where latents keep their variance and 1 where they do not:
 //!
-//!     epsilon: (x - a s m) / a     velocity: a x - a s m     flow: x - s m     sample: m
+//! ```text
+//! epsilon: (x - a s m) / a     velocity: a x - a s m     flow: x - s m     sample: m
+//! ```
 //!
 //! Coefficients are f64. An element is their products, added from left to right by fma in f64, and rounded to f32 once.
 
