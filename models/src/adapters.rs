@@ -75,8 +75,6 @@ struct Adapter {
     name: String,
     sha256: String,
     folder: Arc<PeftFolder>,
-    /// Name and shape of its tensors.
-    parameters: BTreeMap<String, Vec<usize>>,
     /// By the names of matrices in the folder of the model.
     matrices: BTreeMap<String, LowRank>,
 }
@@ -89,12 +87,10 @@ impl Adapter {
         prefix: &str,
         (cpu, packs): (&Cpu, bool),
     ) -> Result<Adapter, ModelError> {
-        let shapes = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shape().to_vec()));
         // In training nobody asks for it.
         let sha256 = if packs { folder.sha256_of(tensors) } else { String::new() };
-        let (name, parameters) = (name.into(), shapes.collect());
         let matrices = folder.matrices(tensors, prefix, (cpu, packs))?;
-        Ok(Adapter { name, sha256, folder: folder.clone(), parameters, matrices })
+        Ok(Adapter { name: name.into(), sha256, folder: folder.clone(), matrices })
     }
 }
 
@@ -119,10 +115,9 @@ impl Adapters {
                 let why = format!("`{}` is there twice; give each a name of its own", own.0);
                 return Err(ModelError::input("adapter", why));
             }
-            let adapter = Adapter::new(own, &prefix, (cpu, packs))?;
-            let named = adapter.parameters.iter().map(|(tensor, shape)| (format!("{prefix}{tensor}"), shape.clone()));
+            let named = own.2.iter().map(|(name, tensor)| (format!("{prefix}{name}"), tensor.shape().to_vec()));
             adapters.trained.extend(named);
-            adapters.all.push(adapter);
+            adapters.all.push(Adapter::new(own, &prefix, (cpu, packs))?);
         }
         Ok(adapters)
     }
@@ -134,9 +129,9 @@ impl Adapters {
     /// Takes other tensors, f32 under the names that the folder has them under.
     pub fn update(&mut self, name: &str, tensors: &BTreeMap<String, TensorRef>, cpu: &Cpu) -> Result<(), ModelError> {
         let number = self.find(&AdapterChoice::Named(name.into()))?.expect("it is named");
-        let Adapter { folder, parameters, .. } = &self.all[number];
+        let folder = &self.all[number].folder;
         let mut own = BTreeMap::new();
-        for (tensor, shape) in parameters {
+        for (tensor, shape) in folder.tensors().iter().map(|(name, tensor)| (name, tensor.shape())) {
             let given = tensors.get(tensor).filter(|given| given.shape() == shape);
             let values = given.and_then(|given| given.contiguous::<f32>()).filter(|values| all_finite(values));
             let Some(values) = values else {

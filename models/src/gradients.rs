@@ -470,15 +470,8 @@ fn forward(
     let lengths: Vec<usize> = sequences.iter().map(Vec::len).collect();
     let arranged = Arranged::new(&lengths, run);
     let mut states = on.states(PAGE_SIZE, PageOrder::Ascending)?;
-    let mut adapter = adapters.first().copied().flatten();
     let filler = vec![0; arranged.pieces.iter().map(|&(_, length)| length).max().unwrap_or(0)];
-    let given = arranged.pieces.iter().map(|&(label, length)| {
-        let tokens = if label == PADDING { &filler[..length] } else { &sequences[label][..] };
-        // Rows of padding cut no product of others.
-        adapter = if label == PADDING { adapter } else { adapters[label] };
-        SequenceInput { sequence: states.open(length), label, tokens, adapter }
-    });
-    let given: Vec<_> = given.collect();
+    let given = given(&arranged.pieces, sequences, &filler, &adapters, &mut states);
     let (mask, targets, starts) = arranged.rows(sequences);
     let step = Step::of(on.machine, &given, &mut states)?;
     let inputs = StepInputs::new(on, &step, &given, &states, &step.positions(), Rows::All, None)?;
@@ -488,7 +481,9 @@ fn forward(
     let mut hook = TraceHook { looks, experts: experts.as_mut(), ..TraceHook::of(Some(shown)) };
     let mut pass = pass(on, (&step, &inputs), &mut hook, keep && !run.recompute);
     let mut stream = decoder.embed(&mut pass)?;
-    pass.hook.probe = pass.hook.probe.take().filter(|_| is_seen);
+    if !is_seen {
+        pass.hook.probe = None;
+    }
     let (mut entered, mut saved) = (Vec::new(), Vec::new());
     for i in 0..c.layers() {
         if keep && run.recompute {
@@ -508,14 +503,16 @@ fn forward(
     let by_token = |rows: &Tensor| arranged::by_token(rows, (&starts, &lengths));
     let (logprob, entropy) = (by_token(&of_rows.logprob), of_rows.entropy.as_ref().map(by_token));
     // What a rule leaves out is -inf.
-    let is_bad = |v: &f32| !(v.is_finite() || matches!(sampled, Sampled::By(_)) && *v == f32::NEG_INFINITY);
+    let is_ruled = matches!(sampled, Sampled::By(_));
+    let is_bad = |v: &f32| !(v.is_finite() || is_ruled && *v == f32::NEG_INFINITY);
     let bad = logprob.iter().position(|logprob| logprob.iter().any(is_bad));
     if let Some(number) = bad.filter(|_| !run.allow_nonfinite && !looks) {
         return Err(why_not_finite(on, &sequences[number], sampled.of(number..number + 1), first + number));
     }
     let tokens = given.iter().flat_map(|input| input.tokens).copied().collect();
-    let (blocks, carried, cut) = (arranged.blocks, pass.carried.take(), (&starts[..], &lengths[..]));
-    let flips = experts.as_ref().map_or(Vec::new(), |experts| arranged::flips(c, sampled, experts, cut));
+    let (blocks, carried) = (arranged.blocks, pass.carried.take());
+    let flips =
+        experts.as_ref().map_or(Vec::new(), |experts| arranged::flips(c, sampled, experts, (&starts, &lengths)));
     Ok(MicroBatch {
         logprob,
         entropy,
@@ -535,6 +532,27 @@ fn forward(
         entered,
         saved,
     })
+}
+
+/// The pieces of a forward as a step takes them. Rows of padding, whose tokens `filler` has, have the adapter of what stands before
+/// them: they cut no product of others.
+fn given<'t>(
+    pieces: &[(usize, usize)],
+    sequences: &'t [Vec<i32>],
+    filler: &'t [i32],
+    adapters: &[Option<usize>],
+    states: &mut States,
+) -> Vec<SequenceInput<'t>> {
+    let mut adapter = adapters.first().copied().flatten();
+    let input = |&(label, length): &(usize, usize)| {
+        let sequence = states.open(length);
+        if label == PADDING {
+            return SequenceInput { sequence, label, tokens: &filler[..length], adapter };
+        }
+        adapter = adapters[label];
+        SequenceInput { sequence, label, tokens: &sequences[label], adapter }
+    };
+    pieces.iter().map(input).collect()
 }
 
 /// Why a log-probability of a sequence is not finite: runs its forward again, alone, and looks at all that is computed.

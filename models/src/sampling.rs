@@ -630,10 +630,7 @@ impl<'a> Places<'a> {
 
     /// A setting of the truncation of each row, and `none` where all that is left is drawn from: where the likeliest token is
     /// taken, and where a record says what was left.
-    fn truncation<T>(&self, none: T, of: impl Fn(&SamplingRule) -> T) -> Vec<T>
-    where
-        T: Copy,
-    {
+    fn truncation<T: Copy>(&self, none: T, of: impl Fn(&SamplingRule) -> T) -> Vec<T> {
         let of_row = |(checked, kept): (&&Checked, &Option<&[i32]>)| {
             if checked.rule.temperature == 0.0 || kept.is_some() { none } else { of(&checked.rule) }
         };

@@ -55,6 +55,8 @@ pub struct Trainer {
     step: usize,
     /// Whether a step ended in the middle, or with weights that are not finite.
     is_spoilt: bool,
+    /// [`PIECE`]; few in tests of this file, whose tensors are small.
+    piece: usize,
     /// The gradient that the head had in the last step: the first of a reverse pass, which is there together with all
     /// that was kept of the forward, so what a step holds at most does not grow. The system takes long to hand so much out again.
     spare: Option<Tensor>,
@@ -91,8 +93,8 @@ pub struct StepReport {
 
 /// The elements of a block of the norm.
 const BLOCK: usize = 65536;
-/// The elements that a step makes before their digest is made; few in tests, whose tensors are small.
-const PIECE: usize = if cfg!(feature = "unit-tests") { 1000 } else { 1 << 22 };
+/// The elements that a step makes before their digest is made.
+const PIECE: usize = 1 << 22;
 
 /// The decoder of a folder at a rope length, packed or not.
 fn decoder_of(
@@ -135,7 +137,7 @@ impl Trainer {
                 tensors.insert(name, Arc::new(values));
             }
         }
-        Ok(Trainer { config, dtype, adapted: None, state, tensors, step: 0, is_spoilt: false, spare: None })
+        Ok(Trainer::begun(config, dtype, None, (state, tensors)))
     }
 
     /// Begins with the adapters of some PEFT folders, each under a name, beside the model of the folder `dir`, whose weights stay.
@@ -179,7 +181,17 @@ impl Trainer {
         let tensors = state.iter().map(|(name, [own, ..])| Ok((name.clone(), Arc::new(round(cpu, own, dtype)?))));
         let tensors = tensors.collect::<Result<_, ModelError>>()?;
         let adapted = Some(Adapted { decoder, folders, sha256 });
-        Ok(Trainer { config, dtype, adapted, state, tensors, step: 0, is_spoilt: false, spare: None })
+        Ok(Trainer::begun(config, dtype, adapted, (state, tensors)))
+    }
+
+    /// One before its first step.
+    fn begun(
+        config: Config,
+        dtype: DType,
+        adapted: Option<Adapted>,
+        (state, tensors): (BTreeMap<String, [Tensor; 3]>, Tensors),
+    ) -> Trainer {
+        Trainer { config, dtype, adapted, state, tensors, step: 0, is_spoilt: false, piece: PIECE, spare: None }
     }
 
     /// What the folders of the adapters say that are trained, by name, each with its tensors as the folder calls them; none where the
@@ -316,7 +328,7 @@ impl Trainer {
         progress: impl FnMut(usize),
     ) -> Result<StepReport, ModelError> {
         self.check(cpu, batch, run, optimizer)?;
-        let (step, shape) = (self.step + 1, self.shape(optimizer));
+        let (step, shape, piece) = (self.step + 1, self.shape(optimizer), self.piece);
         let mut found = self.gradients(cpu, batch, run, progress)?;
         let (norm, factor) = clip(cpu, &found.parameters, optimizer.max_norm)?;
         if !found.loss.is_finite() || !norm.is_finite() {
@@ -341,8 +353,8 @@ impl Trainer {
                 let rounded = rounded.expect("every parameter is read, and the decoder is gone");
                 typed!(self.dtype => A, {
                     let rounded = rounded.as_slice_mut::<A>().expect("it has this dtype");
-                    let pieces = w.chunks_mut(PIECE).zip(m.chunks_mut(PIECE)).zip(v.chunks_mut(PIECE));
-                    for ((((w, m), v), g), rounded) in pieces.zip(g.chunks(PIECE)).zip(rounded.chunks_mut(PIECE)) {
+                    let pieces = w.chunks_mut(piece).zip(m.chunks_mut(piece)).zip(v.chunks_mut(piece));
+                    for ((((w, m), v), g), rounded) in pieces.zip(g.chunks(piece)).zip(rounded.chunks_mut(piece)) {
                         adamw(&others, &shape, g, Some(factor), [&mut *w, m, v], rounded)?;
                         if !rounded.iter().fold(true, |all, x| all & x.widen().is_finite()) {
                             beyond.get_or_insert(name);
@@ -434,7 +446,8 @@ pub(crate) mod tests {
 
     fn trainer(cpu: &Cpu) -> Trainer {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/deepseek-v3");
-        Trainer::load(&dir, Precision::Bf16, None, cpu, |_, _| ()).unwrap()
+        let trainer = Trainer::load(&dir, Precision::Bf16, None, cpu, |_, _| ()).unwrap();
+        Trainer { piece: 1000, ..trainer }
     }
 
     /// Six tokens in two groups.

@@ -272,8 +272,8 @@ class CausalLM(torch.nn.Module):
         folder = os.fspath(folder)
         os.makedirs(folder, exist_ok=True)
         parameters = {name: parameter.detach() for name, parameter in self.named_parameters()}
-        for called, *_ in self._adapters:
-            if len(self._adapters) > 1 and os.path.basename(called) != called or called in ("", ".", ".."):
+        for called, *_ in self._adapters if len(self._adapters) > 1 else []:
+            if os.path.basename(called) != called or called in ("", ".", ".."):
                 raise ValueError(f"save_pretrained: adapters are written into folders of their names, and `{called}` is none")
         for called, text, _ in self._adapters:
             there = os.path.join(folder, called) if len(self._adapters) > 1 else folder
